@@ -53,7 +53,7 @@ STACK = 8
 """Views of the search at once: each of HyperFL's has a network of 14 million weights of its own."""
 
 
-def seen(
+def observe_image(
     data: Batch, classes: int, network: str, method: Method, number: int, defense: Defense | None = None
 ) -> tuple[ServerView, Batch]:
     """Return what the server sees of image `number`, and the image."""
@@ -62,19 +62,19 @@ def seen(
     return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
 
 
-def one(data: Batch, classes: int, network: str, method: Method, attack: str, number: int) -> dict[str, Any]:
+def attack_image(data: Batch, classes: int, network: str, method: Method, attack: str, number: int) -> dict[str, Any]:
     """Return what the attack makes of image `number`."""
-    view, image = seen(data, classes, network, method, number)
+    view, image = observe_image(data, classes, network, method, number)
     began = time.process_time()
     result = build(attack)(view)
     seconds = time.process_time() - began
-    row = {"image": number, **scored(result, image), "seconds": seconds}
+    row = {"image": number, **score_image(result, image), "seconds": seconds}
     if not isinstance(result, Reconstruction) or result.inputs is None:
         return row
     return {**row, "verified": bool(result.verified), **_proven(result, image.inputs)}
 
 
-def scored(result: Result, image: Batch) -> dict[str, Any]:
+def score_image(result: Result, image: Batch) -> dict[str, Any]:
     """Return what a result has of a single image, or why it has none."""
     if not isinstance(result, Reconstruction) or result.inputs is None:
         return {"reason": getattr(result, "reason", "no image")}
@@ -85,19 +85,19 @@ def scored(result: Result, image: Batch) -> dict[str, Any]:
     }
 
 
-def searched(
+def search_images(
     data: Batch, classes: int, network: str, method: Method, attack: str, numbers: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return what a search makes of the images, several at once."""
     search, rows = build(attack), list[dict[str, Any]]()
     for begin in range(0, len(numbers), STACK):
         some = numbers[begin : begin + STACK]
-        views, images = zip(*(seen(data, classes, network, method, number) for number in some), strict=True)
+        views, images = zip(*(observe_image(data, classes, network, method, number) for number in some), strict=True)
         began = time.process_time()
         results = search.run(views, some)
         seconds = (time.process_time() - began) / len(some)
         for number, image, result in zip(some, images, results, strict=True):
-            rows.append({"image": number, **scored(result, image), "seconds": seconds})
+            rows.append({"image": number, **score_image(result, image), "seconds": seconds})
     return rows
 
 
@@ -123,22 +123,22 @@ def _proven(result: Reconstruction, truth: Tensor) -> dict[str, Any]:
     return {"fixed": float(result.fixed.double().mean()), "fixed_wrong": int((wrong & result.fixed).sum())}
 
 
-SPENT = ("seconds: median", "mean", "most")
+TIMING_COLUMNS = ("seconds: median", "mean", "most")
 
 
-def spent(seconds: list[float]) -> list[str]:
+def timing_cells(seconds: list[float]) -> list[str]:
     """Return the seconds of several runs, as `SPENT` names them: few slow ones hide behind the median."""
     return [f"{value:.1f}" for value in (statistics.median(seconds), statistics.fmean(seconds), max(seconds))]
 
 
-def line(rows: list[dict[str, Any]]) -> list[str]:
+def table_row(rows: list[dict[str, Any]]) -> list[str]:
     """Shares, median and cost of one row of the table."""
     solved = [row for row in rows if "psnr" in row]
     count = len(rows)
     wrong = sum(row["verified"] and not row["exact"] for row in solved)
     fixed = sorted(row["fixed"] for row in solved)
     if not rows:
-        return ["0", *["-"] * (7 + len(SPENT))]
+        return ["0", *["-"] * (7 + len(TIMING_COLUMNS))]
     shares = (
         sum(row["verified"] for row in solved),
         sum(row["psnr"] > 40 for row in solved),
@@ -152,11 +152,11 @@ def line(rows: list[dict[str, Any]]) -> list[str]:
         f"{statistics.median(fixed):.2%} ({fixed[0]:.2%})" if fixed else "-",
         f"{sum(row['fixed_wrong'] for row in solved)}",
         f"{statistics.median(psnr):.0f} ({min(psnr):.0f})" if psnr else "-",
-        *spent([row["seconds"] for row in rows]),
+        *timing_cells([row["seconds"] for row in rows]),
     ]
 
 
-def beside(rows: list[dict[str, Any]]) -> list[str]:
+def search_cells(rows: list[dict[str, Any]]) -> list[str]:
     """Return the search's part of the same row."""
     psnr = [row["psnr"] for row in rows if "psnr" in row]
     return [f"{statistics.median(psnr):.1f} ({len(psnr)})", labels_right(rows)] if psnr else ["-", "-"]
@@ -168,9 +168,9 @@ def document(rows: list[dict[str, Any]], first: dict[str, int], timed_on: str) -
     for row in rows:
         own = groups.setdefault((row["set"], row["method"]), {EXACT: [], SEARCH: []})
         own[row.get("attack", EXACT)].append(row)
-    body = [[*group, *line(own[EXACT]), *beside(own[SEARCH])] for group, own in groups.items()]
+    body = [[*group, *table_row(own[EXACT]), *search_cells(own[SEARCH])] for group, own in groups.items()]
     head = ["images of", "method", "images", "verified", "> 40 dB", "8-bit exact", "verified, not exact"]
-    head += ["pixels said to be fixed, median (least)", "of these wrong", "median dB (least)", *SPENT]
+    head += ["pixels said to be fixed, median (least)", "of these wrong", "median dB (least)", *TIMING_COLUMNS]
     return [
         "# Exact inversion, layer by layer",
         "",
@@ -212,9 +212,9 @@ def main() -> None:
             numbers, victims = range(first[name], first[name] + chosen.images), (data.test, data.num_classes)
             rows = dict[str, list[dict[str, Any]]]()
             if EXACT in chosen.attacks:
-                rows[EXACT] = [one(*victims, SETS[name], method, exact, number) for number in numbers]
+                rows[EXACT] = [attack_image(*victims, SETS[name], method, exact, number) for number in numbers]
             if SEARCH in chosen.attacks:
-                rows[SEARCH] = searched(*victims, SETS[name], method, exact.replace(EXACT, SEARCH), numbers)
+                rows[SEARCH] = search_images(*victims, SETS[name], method, exact.replace(EXACT, SEARCH), numbers)
             for attack, own in rows.items():
                 found += [{"set": name, "method": subject, "attack": attack, **row} for row in own]
             found.sort(key=lambda row: list(SETS).index(row["set"]))

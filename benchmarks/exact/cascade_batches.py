@@ -24,7 +24,7 @@ import fl.models
 from attacks import Reconstruction
 from attacks.base import build
 from benchmarks.common import RESULTS, hyperfl_conditions, machine, publish, rewrite, table
-from benchmarks.exact.cascade import SETS, SPENT, SUBJECTS, spent
+from benchmarks.exact.cascade import SETS, SUBJECTS, TIMING_COLUMNS, timing_cells
 from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.client import Client
@@ -32,7 +32,9 @@ from fl.federation import ClientData, Federation
 from fl.types import Batch
 
 
-def one(data: Batch, classes: int, network: str, subject: str, first: int, size: int, number: int) -> dict[str, Any]:
+def attack_batch(
+    data: Batch, classes: int, network: str, subject: str, first: int, size: int, number: int
+) -> dict[str, Any]:
     """Return what the attack makes of batch `number`."""
     method, attack = SUBJECTS[subject]
     images = data.take(torch.arange(first + size * number, first + size * (number + 1)))
@@ -56,7 +58,7 @@ def one(data: Batch, classes: int, network: str, subject: str, first: int, size:
     }
 
 
-def line(rows: list[dict[str, Any]], size: int) -> list[str]:
+def table_row(rows: list[dict[str, Any]], size: int) -> list[str]:
     """Shares, median and cost of one row of the table."""
     solved = [row for row in rows if "psnr" in row]
     psnr = [value for row in solved for value in row["psnr"]]
@@ -70,7 +72,7 @@ def line(rows: list[dict[str, Any]], size: int) -> list[str]:
         f"{sum('reason' in row for row in rows)}",
         f"{sum('stopped' in row for row in rows)}",
         f"{statistics.median(psnr):.0f} ({min(psnr):.0f})" if psnr else "-",
-        *spent([row["seconds"] for row in rows]),
+        *timing_cells([row["seconds"] for row in rows]),
     ]
 
 
@@ -80,7 +82,7 @@ def document(rows: list[dict[str, Any]], first: int) -> list[str]:
     for row in sorted(rows, key=lambda row: (list(SETS).index(row["set"]), row["method"], row["size"], row["batch"])):
         groups.setdefault((row["set"], row["method"], row["size"]), []).append(row)
     head = ["images of", "method", "batch", "batches", "images > 40 dB", "8-bit exact", "batches verified"]
-    head += ["verified, not all exact", "refused", "stopped above the pixels", "median dB (least)", *SPENT]
+    head += ["verified, not all exact", "refused", "stopped above the pixels", "median dB (least)", *TIMING_COLUMNS]
     return [
         "# Exact inversion of batches",
         "",
@@ -92,7 +94,7 @@ def document(rows: list[dict[str, Any]], first: int) -> list[str]:
         "",
         hyperfl_conditions("scaled", "0.02 (for gray networks the authors have 0.01)"),
         "",
-        *table(head, [[*map(str, group), *line(own, group[2])] for group, own in groups.items()]),
+        *table(head, [[*map(str, group), *table_row(own, group[2])] for group, own in groups.items()]),
     ]
 
 
@@ -118,7 +120,7 @@ def main() -> None:
                 key = {"set": name, "method": subject, "size": size}
                 found = [row for row in found if not key.items() <= row.items()]
                 for number in range(chosen.batches):
-                    row = one(data.test, data.num_classes, SETS[name], subject, chosen.first, size, number)
+                    row = attack_batch(data.test, data.num_classes, SETS[name], subject, chosen.first, size, number)
                     found.append({**key, **row})
                     # at once, so that what is measured stays if this is stopped
                     publish("cascade_batches", {"first": chosen.first, "rows": found}, document(found, chosen.first))

@@ -31,7 +31,7 @@ import fl.data
 from attacks import Reconstruction
 from attacks.base import build
 from benchmarks.common import RESULTS, machine, publish, table
-from benchmarks.exact.cascade import scored
+from benchmarks.exact.cascade import score_image
 from benchmarks.exact.residual import TooLongError, attacks_state, stopped_after
 from defenses import defenses
 from fl.client import Client
@@ -173,7 +173,7 @@ def task_of(kind: Kind, image: Batch, seed: int) -> Task:
     return Task(nn.Sequential(layers), shape, 10, head="head.", mean=mean, std=std)
 
 
-def one(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[str, Any]:
+def attack_victim(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[str, Any]:
     """Return what the attack makes of image `number` within so many CPU seconds."""
     view, image = victim(kind, data, number)
     began = time.process_time()
@@ -184,7 +184,12 @@ def one(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[st
         reason = f"no answer in {most:g} CPU seconds, after which it was stopped"
         spent = time.process_time() - began
         return {"image": number, "reason": reason, "stopped": most, "seconds": spent, "attacks": attacks_state()}
-    row = {"image": number, **scored(result, image), "seconds": time.process_time() - began, "attacks": attacks_state()}
+    row = {
+        "image": number,
+        **score_image(result, image),
+        "seconds": time.process_time() - began,
+        "attacks": attacks_state(),
+    }
     if not isinstance(result, Reconstruction):
         return row
     off = {
@@ -210,7 +215,7 @@ def _features_off(kind: Kind, image: Batch, number: int, result: Reconstruction)
     return float((given.flatten() - seen[0].flatten()).norm() / seen[0].norm())
 
 
-def line(rows: Sequence[dict[str, Any]]) -> list[str]:
+def table_row(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Shares, median and cost of one row of the table."""
     solved = [row for row in rows if "psnr" in row]
     seconds = f"{statistics.median(row['seconds'] for row in rows):.1f}"
@@ -246,7 +251,7 @@ def _states(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the results in words."""
-    body = [[kind, *line(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
+    body = [[kind, *table_row(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
     missing = [kind for kind in KINDS if all(row["kind"] != kind for row in rows)]
     head = ["network", "images", "8-bit exact", "verified", "verified, not exact", "median dB (least)"]
     return [
@@ -302,7 +307,7 @@ def main() -> None:
         for number in numbers:
             if (name, number) in done:
                 continue
-            rows.append({"kind": name, **one(kind, images[kind.data], number, chosen.most)})
+            rows.append({"kind": name, **attack_victim(kind, images[kind.data], number, chosen.most)})
             if chosen.quick:
                 sys.stdout.write(json.dumps(rows[-1]) + "\n")
                 sys.stdout.flush()

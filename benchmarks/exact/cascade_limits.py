@@ -23,7 +23,7 @@ import fl.data
 from attacks import Reconstruction
 from attacks.base import Result, build
 from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, table
-from benchmarks.exact.cascade import EXACT, SEARCH, SETS, SUBJECTS, labels_right, scored, seen
+from benchmarks.exact.cascade import EXACT, SEARCH, SETS, SUBJECTS, labels_right, observe_image, score_image
 from defenses import defenses
 from fl.types import Batch
 from fl.view import ServerView
@@ -41,7 +41,9 @@ Key = tuple[str, str, str]
 """Set, update and method."""
 
 
-def attacked(views: Sequence[ServerView], images: Sequence[Batch], exact: str, iterations: int) -> list[dict[str, Any]]:
+def attack_images(
+    views: Sequence[ServerView], images: Sequence[Batch], exact: str, iterations: int
+) -> list[dict[str, Any]]:
     """Return what both attacks make of every image."""
     rows = []
     search = build({"name": exact.replace(EXACT, SEARCH), "iterations": iterations, "tv_weight": 1e-4})
@@ -55,13 +57,13 @@ def attacked(views: Sequence[ServerView], images: Sequence[Batch], exact: str, i
 
 
 def _row(result: Result, image: Batch) -> dict[str, Any]:
-    row = scored(result, image)
+    row = score_image(result, image)
     if not isinstance(result, Reconstruction) or result.inputs is None:
         return row
     return {**row, "off": float((result.inputs - image.inputs).abs().max()), "verified": bool(result.verified)}
 
 
-def line(rows: Sequence[dict[str, Any]]) -> list[str]:
+def table_row(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the shares and medians of one row of the table."""
     found = [row for row in rows if row["attack"] == EXACT]
     solved, beside = [row for row in found if "psnr" in row], [row for row in rows if row["attack"] == SEARCH]
@@ -111,8 +113,8 @@ def main() -> None:
     for update, subject in itertools.product(chosen.updates, chosen.methods):
         method, exact = SUBJECTS[subject]
         victims, defense = (data.test, data.num_classes, SETS[chosen.set], method), defenses.build(UPDATES[update])
-        views, images = zip(*(seen(*victims, number, defense) for number in numbers), strict=True)
-        rows = attacked(views, images, exact, chosen.iterations)
+        views, images = zip(*(observe_image(*victims, number, defense) for number in numbers), strict=True)
+        rows = attack_images(views, images, exact, chosen.iterations)
         what = {"set": chosen.set, "update": update, "method": subject}
         what |= {"first": chosen.first, "iterations": chosen.iterations}
         found[chosen.set, update, subject] = [{**what, **row} for row in rows]
@@ -141,7 +143,7 @@ def document(known: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
     body = []
     for rows in known:
         about = [f"{rows[0][key]}" for key in ("set", "first", "update", "method")]
-        body.append([*about, *line(rows), f"{rows[0]['iterations']}"])
+        body.append([*about, *table_row(rows), f"{rows[0]['iterations']}"])
     return [
         "# Where exact inversion ends",
         "",

@@ -21,7 +21,7 @@ import fl.models
 from attacks import Reconstruction
 from attacks.base import build
 from benchmarks.common import publish, table
-from benchmarks.exact.cascade import SPENT, spent
+from benchmarks.exact.cascade import TIMING_COLUMNS, timing_cells
 from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.client import Client
@@ -56,7 +56,7 @@ CASES = (
 )
 
 
-def one(case: Case, data: Batch, classes: int, number: int) -> dict[str, Any]:
+def attack_victim(case: Case, data: Batch, classes: int, number: int) -> dict[str, Any]:
     """Return what the attack makes of victim `number`."""
     first = FIRST + case.batch * number
     images = data.take(torch.arange(first, first + case.batch))
@@ -79,7 +79,7 @@ def one(case: Case, data: Batch, classes: int, number: int) -> dict[str, Any]:
     }
 
 
-def line(rows: list[dict[str, Any]], images: int) -> list[str]:
+def table_row(rows: list[dict[str, Any]], images: int) -> list[str]:
     """Counts and cost of one row of the table."""
     psnr = [value for row in rows for value in row.get("psnr", [])]
     return [
@@ -89,16 +89,16 @@ def line(rows: list[dict[str, Any]], images: int) -> list[str]:
         f"{sum(row.get('wrong', False) for row in rows)}",
         f"{sum('reason' in row for row in rows)}",
         f"{statistics.median(psnr):.0f} ({min(psnr):.0f})" if psnr else "-",
-        *(spent([row["seconds"] for row in rows])),
+        *(timing_cells([row["seconds"] for row in rows])),
     ]
 
 
 def document(cases: list[tuple[Case, list[dict[str, Any]]]]) -> list[str]:
     """Return the results in words."""
     head = ["attack", "network", "images of", "batch", "images > 40 dB", "8-bit exact", "victims verified"]
-    head += ["verified, not all exact", "without a picture", "median dB (least) of what was found", *SPENT]
+    head += ["verified, not all exact", "without a picture", "median dB (least) of what was found", *TIMING_COLUMNS]
     body = [
-        [case.attack, case.network, case.dataset, case.batch, *line(rows, case.batch * len(rows))]
+        [case.attack, case.network, case.dataset, case.batch, *table_row(rows, case.batch * len(rows))]
         for case, rows in cases
     ]
     reasons = {
@@ -129,7 +129,9 @@ def main() -> None:
     found: list[tuple[Case, list[dict[str, Any]]]] = []
     for case in CASES:
         data = fl.data.load(case.dataset)
-        found.append((case, [one(case, data.test, data.num_classes, number) for number in range(chosen.victims)]))
+        found.append(
+            (case, [attack_victim(case, data.test, data.num_classes, number) for number in range(chosen.victims)])
+        )
         rows = [{"attack": c.attack, "network": c.network, "batch": c.batch, "rows": r} for c, r in found]
         publish("exact", {"cases": rows}, document(found))
 

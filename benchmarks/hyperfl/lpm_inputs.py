@@ -42,7 +42,7 @@ def federation(init: str) -> Federation:
     return Federation(Client(task, method), [own])
 
 
-def given(view: ServerView, truth: Truth) -> Tensor:
+def mean_layer_input(view: ServerView, truth: Truth) -> Tensor:
     """Return the mean (C,) over the map that the layer was really given."""
     client, seen = view.client, list[Tensor]()
     model = client.fixed_statistics_model
@@ -63,7 +63,7 @@ def measure(view: ServerView, truth: Truth) -> float | None:
     assert isinstance(found, Reconstruction)
     read = found.private[f"features/{LAYER}"]
     assert isinstance(read, Tensor)
-    return error(read, given(view, truth))
+    return error(read, mean_layer_input(view, truth))
 
 
 def rows_of(init: str) -> list[dict[str, object]]:

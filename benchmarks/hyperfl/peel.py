@@ -121,7 +121,7 @@ def rows_of(dataset: str, network: str, lr: float, init: str, bias: bool) -> lis
     return rows
 
 
-def shown(value: float | None) -> str:
+def format_error(value: float | None) -> str:
     """Return a relative error for the table."""
     return "-" if value is None else f"{value:.1e}"
 
@@ -171,8 +171,8 @@ def document(rows: Sequence[Row]) -> list[str]:
                 auto.active,
                 work,
                 auto.chosen,
-                *[shown(found[route].extractor) for route in ROUTES],
-                shown(auto.embedding),
+                *[format_error(found[route].extractor) for route in ROUTES],
+                format_error(auto.embedding),
                 "yes" if auto.verified else "no",
             ]
         )

@@ -26,7 +26,7 @@ import fl.models
 from attacks.base import NotApplicable, Reconstruction, build
 from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
-from benchmarks.exact.cascade import FIRST, SETS, scored
+from benchmarks.exact.cascade import FIRST, SETS, score_image
 from benchmarks.hyperfl.peel import error, uploaded
 from eval.metrics.baselines import baseline_images
 from eval.metrics.image import psnr
@@ -112,7 +112,7 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
         row |= _peeled(federation, view, truth)
     if case.images == "1":
         exact = build(_exact(case))(view)
-        row |= scored(exact, images)
+        row |= score_image(exact, images)
         if isinstance(exact, Reconstruction):
             row["verified"] = bool(exact.verified)
         if case.work == "round":
@@ -197,7 +197,7 @@ def _client_images(case: Case, data: Dataset) -> Batch:
     return data.train.take(split.train[case.number])
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows that are there; a last one cut off is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page only")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    rows = read(asked.rows)
+    rows = read_rows(asked.rows)
     done = {json.dumps({key: row[key] for key in Case.__annotations__}) for row in rows}
     if not asked.page:
         loaded: dict[str, Dataset] = {}

@@ -88,7 +88,7 @@ def watched(case: Case, images: Batch, threat: ThreatModel, seed: int) -> Seen:
     return run.observe(0, threat=threat, history=past)
 
 
-def measured(case: Case) -> dict[str, Any]:
+def measure_case(case: Case) -> dict[str, Any]:
     """Return the rows of every image, or the reason why there are none."""
     seen = list(victims(case))
     begin = time.process_time()
@@ -346,13 +346,13 @@ def figures(case: Case, value: Mapping[str, Any]) -> list[str]:
         written(mean_interval(rows)),
         f"{rate:.0%}",
         f"{floor:.1f}",
-        share(rows, "label_overlap"),
-        share(rows, "label_correct"),
+        mean_share(rows, "label_overlap"),
+        mean_share(rows, "label_correct"),
         f"{value['seconds'] / case.updates:.1f}",
     ]
 
 
-def share(rows: Sequence[Row], column: str) -> str:
+def mean_share(rows: Sequence[Row], column: str) -> str:
     """Return the mean of a share over all images, where it is known."""
     known = [float(row[column]) for row in rows if row[column] is not None]
     return f"{sum(known) / len(known):.0%}" if known else "-"
@@ -383,7 +383,7 @@ def main() -> None:
             report(searches, read)
     for case in cases():
         if given.again or case.name not in searches:
-            searches[case.name] = measured(case)
+            searches[case.name] = measure_case(case)
             report(searches, read)
     report(searches, read)
 

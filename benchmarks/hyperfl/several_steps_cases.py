@@ -65,7 +65,7 @@ class Case:
         return f"{what} {'of' if of == 'step' else 'in steps of'} {size}, step size {lr:g}"
 
 
-def searched(method: str, *before: str, **settings: Any) -> dict[str, Any]:
+def search_settings(method: str, *before: str, **settings: Any) -> dict[str, Any]:
     """`ig` behind what has to come before it."""
     return {"name": PEEL[method] + "".join(f"{name}+" for name in before) + "ig", **SEARCH, **settings}
 
@@ -80,9 +80,11 @@ def batches() -> Iterator[Case]:
     """One step on more and more images."""
     for method in PEEL:
         for images in (1, 2, 4, 8, 16):
-            yield Case("batches", method, images, f"{PEEL[method]}ig", searched(method))
+            yield Case("batches", method, images, f"{PEEL[method]}ig", search_settings(method))
     for images in (1, 4, 16):
-        yield Case("batches", "FedAvg", images, "ig", searched("FedAvg", tv_weight=SIGMOID_TV), network="lenet-zhu")
+        yield Case(
+            "batches", "FedAvg", images, "ig", search_settings("FedAvg", tv_weight=SIGMOID_TV), network="lenet-zhu"
+        )
 
 
 WORK: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -101,13 +103,13 @@ def steps() -> Iterator[Case]:
         whole = work["batch_size"] is None
         known: tuple[str, ...] = () if whole else ("knows_order",)
         ways: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-            ("unrolled" if whole else "unrolled, order known", searched(method), known)
+            ("unrolled" if whole else "unrolled, order known", search_settings(method), known)
         ]
         if not whole:
             if not PEEL[method]:  # a classifier that is searched for ranks no order
-                ways.append(("unrolled, likeliest of 100 orders", searched(method, orders=100), ()))
-            ways.append(("unrolled, order taken in turn", searched(method, orders=0), ()))
-        ways.append(("surrogate", searched(method, "surrogate"), ()))
+                ways.append(("unrolled, likeliest of 100 orders", search_settings(method, orders=100), ()))
+            ways.append(("unrolled, order taken in turn", search_settings(method, orders=0), ()))
+        ways.append(("surrogate", search_settings(method, "surrogate"), ()))
         if images == 1 or ("lr" not in work and work["epochs"] == 1):  # it takes the longest
             ways.append(("first-step, 1 correction", corrected(method), known))
         for words, spec, knows in ways:
@@ -118,7 +120,7 @@ def history() -> Iterator[Case]:
     """The same images in several rounds."""
     for method, images in (("FedAvg", 4), ("HyperFL", 1)):
         for count in (1, 2, 4):
-            yield Case("history", method, images, f"{PEEL[method]}ig", searched(method), rounds=count)
+            yield Case("history", method, images, f"{PEEL[method]}ig", search_settings(method), rounds=count)
 
 
 def exact() -> Iterator[Case]:

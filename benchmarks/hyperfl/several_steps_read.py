@@ -150,13 +150,13 @@ def labels() -> list[Row]:
     for number in range(max(TRAINED) + 1):
         if number in TRAINED:
             accuracy = sum(run.accuracy()) / CLIENTS
-            rows += [{"rounds": number, "accuracy": accuracy, **row} for row in told(run, test)]
+            rows += [{"rounds": number, "accuracy": accuracy, **row} for row in label_shares(run, test)]
         if number < max(TRAINED):
             run.run_round()
     return rows
 
 
-def told(run: Federation, test: Batch) -> Iterator[Row]:
+def label_shares(run: Federation, test: Batch) -> Iterator[Row]:
     """At one state of the network."""
     for size in SIZES:
         for update in range(UPDATES):

@@ -111,7 +111,7 @@ CASES = (
 )
 
 
-def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
+def attack_under_defense(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
     """Scores of every image under one defense, for an attacker who knows it or not."""
     task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).build_task(num_classes=10, seed=0)
     defense = defenses.build(case.defense)
@@ -199,7 +199,7 @@ def document(scored: Sequence[Row], search: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def kept(search: dict[str, Any]) -> tuple[list[Row], float]:
+def rows_measured_before(search: dict[str, Any]) -> tuple[list[Row], float]:
     """Return the published rows, and the CPU seconds that went into all.
 
     Raises:
@@ -233,10 +233,10 @@ def main() -> None:
     images = fl.data.load("fashion_mnist").test.take(torch.arange(FIRST, FIRST + chosen.images))
     search = {"iterations": chosen.iterations, "tv_weight": chosen.tv}
     cases = [case for case in CASES if chosen.only is None or case.name in chosen.only]
-    scored, spent = kept(search) if chosen.only else ([], 0.0)
+    scored, spent = rows_measured_before(search) if chosen.only else ([], 0.0)
     begin = time.process_time()
     for case in cases:
-        found = [row for known in (True, False) for row in rows(case, known, images, search)]
+        found = [row for known in (True, False) for row in attack_under_defense(case, known, images, search)]
         scored = [row for row in scored if (row["defense"], row["images"]) != (case.name, case.images)] + found
         report(scored, spent + time.process_time() - begin, search)
 

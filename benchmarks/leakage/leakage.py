@@ -56,13 +56,13 @@ BILEVEL = {"lower_iterations": LOWER, "head_lr": 1e-3}  # that step size was the
 Seen = tuple[ServerView, Truth]
 
 
-def seen(task: Task, method: Method, images: Batch, seed: int) -> list[Seen]:
+def observe_images(task: Task, method: Method, images: Batch, seed: int) -> list[Seen]:
     """Return one view for each image, of a client that trains on it alone from the server's initial state."""
     federation = Federation(Client(task, method), [ClientData(images, images)], seed=seed)
     return [federation.observe(0, data=images.take(torch.tensor([i]))) for i in range(len(images))]
 
 
-def rows(results: Sequence[Result], victims: Sequence[Seen], seed: int, **tags: Any) -> list[Row]:
+def score_results(results: Sequence[Result], victims: Sequence[Seen], seed: int, **tags: Any) -> list[Row]:
     """Scores of a stack of results."""
     found = []
     for i, (result, (_, truth)) in enumerate(zip(results, victims, strict=True)):
@@ -85,7 +85,7 @@ def idlg_part(part: tuple[str, str, int, int, int]) -> tuple[list[Row], dict[str
     torch.set_num_threads(1)
     images = fl.data.load("cifar10").test.take(torch.arange(begin, begin + 16))
     task = fl.models.build("lenet-zhu", num_classes=10, seed=seed)
-    victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, seed)
+    victims = observe_images(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, seed)
     settings = {"name": name, "objective": objective, "iterations": ITERATIONS[objective], **KEPT[name]}
     one, spent = timed(attacks.build(settings), victims, seed + begin)
     found, seconds = {"one": one}, {"one": spent}
@@ -94,7 +94,7 @@ def idlg_part(part: tuple[str, str, int, int, int]) -> tuple[list[Row], dict[str
         seconds["four"] = spent + more
     scored = []
     for called, results in found.items():
-        data = rows(results, victims, seed, starts=called, objective=objective)
+        data = score_results(results, victims, seed, starts=called, objective=objective)
         scored += [{**row, "image": row["image"] + begin} for row in data]
     return scored, seconds
 
@@ -250,14 +250,14 @@ def run_ig() -> None:
     for what, mode, network, settings, anchor in ANCHORS:
         images = fl.data.load("photos", mode=mode, size=32 if mode == "color" else 28).train
         task = fl.models.models.build(network).build_task(num_classes=62 if mode == "gray" else 10, seed=0)
-        victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
+        victims = observe_images(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
         views = [view for view, _ in victims]
         begin = time.process_time()
         results = Measured(**settings).run(
             views * STARTS, [1000 * s + i for s in range(STARTS) for i in range(len(views))]
         )
         seconds[what] = time.process_time() - begin
-        data = [rows(results[s * len(views) :][: len(views)], victims, s, setting=what) for s in range(STARTS)]
+        data = [score_results(results[s * len(views) :][: len(views)], victims, s, setting=what) for s in range(STARTS)]
         out += [row for one in data for row in one]
         lines += _photographs(what, data, anchor, seconds[what])
         text = [
@@ -298,8 +298,8 @@ def run_hyperfl(dataset: str, iterations: int) -> None:
     seconds: dict[str, float] = {}
     for seed in range(SEEDS):
         task = fl.models.build(network, num_classes=10, seed=seed)
-        plain = seen(task, FedAvg(**one_step), images, seed)
-        hidden = seen(
+        plain = observe_images(task, FedAvg(**one_step), images, seed)
+        hidden = observe_images(
             task, HyperFL(head_epochs=0, parametrization=Hypernetwork(init="scaled"), **one_step), images, seed
         )
         search = {"iterations": iterations, "tv_weight": TV}
@@ -313,7 +313,7 @@ def run_hyperfl(dataset: str, iterations: int) -> None:
             results, spent = timed(attacks.build({"name": name, **settings}), victims, seed)
             key = f"{method}: {name}"
             seconds[key] = seconds.get(key, 0.0) + spent
-            found.setdefault(key, []).extend(rows(results, victims, seed, method=method, attack=name))
+            found.setdefault(key, []).extend(score_results(results, victims, seed, method=method, attack=name))
             _report(dataset, iterations, found, seconds, complete=seed == SEEDS - 1 and name == "bilevel")
 
 

@@ -55,7 +55,9 @@ def observed(images: Sequence[Batch], classes: int, defense: dict[str, Any]) -> 
     return [run.observe(i)[0] for i in range(len(images))]
 
 
-def attacked(attack: Attack, views: list[ServerView], images: Sequence[Batch]) -> tuple[list[dict[str, Any]], float]:
+def attack_images(
+    attack: Attack, views: list[ServerView], images: Sequence[Batch]
+) -> tuple[list[dict[str, Any]], float]:
     """PSNR of every image, and CPU seconds in all."""
     began = time.process_time()
     results = attack.run(views, list(range(len(views))))
@@ -68,7 +70,7 @@ def attacked(attack: Attack, views: list[ServerView], images: Sequence[Batch]) -
     return rows, seconds
 
 
-def shown(figure: Interval) -> str:
+def format_figure(figure: Interval) -> str:
     """Return a mean with its interval."""
     return f"{figure.value:.1f} [{figure.low:.1f}, {figure.high:.1f}]"
 
@@ -92,11 +94,11 @@ def part(found: Sequence[dict[str, Any]], label: str, name: str) -> list[dict[st
     return [row for row in found if (row["defense"], row["attack"]) == (label, name)]
 
 
-def line(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
+def table_row(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
     """Return a defense's line of the table: means, differences to `ig`, seconds."""
     data = {name: part(found, label, name) for name in NAMES}
-    means = [shown(mean_interval(rows)) for rows in data.values()]
-    apart = [shown(paired_difference(data[name], data["ig"])) for name in NAMES if name != "ig"]
+    means = [format_figure(mean_interval(rows)) for rows in data.values()]
+    apart = [format_figure(paired_difference(data[name], data["ig"])) for name in NAMES if name != "ig"]
     return [label, *means, *apart, *(f"{rows[0]['seconds']:.0f}" for rows in data.values())]
 
 
@@ -133,7 +135,7 @@ def main() -> None:
     for label, defense in DEFENSES.items():
         views = observed(images, data.num_classes, defense)
         for name in again:
-            rows, seconds = attacked(attacks[name], views, images)
+            rows, seconds = attack_images(attacks[name], views, images)
             found += [{"defense": label, "attack": name, "seconds": seconds, **row} for row in rows]
     lines = document(found, floor, chosen, attacks, training_images=len(data.train))
     publish("lti", {"floor": floor, "rows": found}, lines)
@@ -173,7 +175,7 @@ def document(
         "over images, differences are paired. CPU seconds for "
         "all images, one thread, training included.",
         "",
-        *table(HEAD, [line(label, found) for label in DEFENSES]),
+        *table(HEAD, [table_row(label, found) for label in DEFENSES]),
         "",
         "Under how many of the defenses an attack is above or below another, by 95 % intervals that leave out 0:",
         "",

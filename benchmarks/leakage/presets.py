@@ -54,7 +54,7 @@ def compared(sweep: Sweep) -> list[dict[str, Any]]:
     return [own(sweep), own(sweep, called(sweep.network))]
 
 
-def line(sweep: Sweep, points: list[dict[str, Any]]) -> list[str]:
+def table_row(sweep: Sweep, points: list[dict[str, Any]]) -> list[str]:
     """Return a row of the table."""
     default, preset = (of(points, setting) for setting in compared(sweep))
     gain = written(paired_difference(data(preset), data(default)))
@@ -81,7 +81,7 @@ def main() -> None:
 def document(found: Mapping[str, list[dict[str, Any]]]) -> list[str]:
     """Return the page of what there is so far."""
     sweeps = [case(name, *network, rounds) for name, network, rounds in CASES]
-    lines = [line(sweep, found[sweep.name]) for sweep in sweeps if sweep.name in found]
+    lines = [table_row(sweep, found[sweep.name]) for sweep in sweeps if sweep.name in found]
     return [
         "# Presets for untrained networks, PSNR in dB, batch 1, one step of FedAvg",
         "",

@@ -94,7 +94,7 @@ def measure(name: str, kind: Kind, settings: str | dict[str, Any]) -> Row:
     for number in range(count):
         view, model, batch = observe(kind, number)
         result = attack(view, seed=number, control=SearchControl(time_limit=SECONDS))
-        updates.append(scored(result, model, batch))
+        updates.append(score_result(result, model, batch))
         log.info("%s, %s: %s", name, attack_registry.label(attack), json.dumps(updates[-1]))
     return {
         "kind": name,
@@ -106,7 +106,7 @@ def measure(name: str, kind: Kind, settings: str | dict[str, Any]) -> Row:
     }
 
 
-def scored(result: Result, model: nn.Module, batch: Batch) -> Row:
+def score_result(result: Result, model: nn.Module, batch: Batch) -> Row:
     """Return how close a result comes to the truth; None where it has nothing of a kind."""
     guess = batch.inputs.mean((2, 3), keepdim=True).expand_as(batch.inputs)
     row: Row = {"guess": psnr(guess, batch.inputs).tolist(), "labels_guess": _guessed(batch.labels.tolist())}

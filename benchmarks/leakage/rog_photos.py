@@ -16,7 +16,7 @@ import attacks
 import fl.data
 import fl.models
 from benchmarks.common import publish, table
-from benchmarks.leakage.leakage import rows, seen, timed
+from benchmarks.leakage.leakage import observe_images, score_results, timed
 from eval.metrics import image
 from eval.metrics.baselines import representable_bound
 from eval.metrics.score import Row
@@ -28,20 +28,20 @@ ANCHORS = {"astronaut": (19.1, 20.7), "chelsea": (25.4, 27.2)}
 HEAD = ["photograph", "PSNR dB", "SSIM", "label found", "bound of the codes", "authors' search", "its bound", "CPU s"]
 
 
-def measured(name: str, iterations: int) -> Row:
+def measure_photo(name: str, iterations: int) -> Row:
     """Return the scores of one photograph, with CPU seconds and the bound."""
     images = fl.data.load("photos", mode="color", size=SIDE, names=[name]).train
     task = fl.models.build("lenet-rog", num_classes=CLASSES, seed=0)
-    victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
+    victims = observe_images(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
     attack = attacks.build({"name": "rog", "preset": "published", "iterations": iterations})
     results, seconds = timed(attack, victims, 0)
-    (row,) = rows(results, victims, 0, photograph=name)
+    (row,) = score_results(results, victims, 0, photograph=name)
     best = representable_bound(attack, images.inputs)
     assert best is not None
     return {**row, "seconds": seconds, "bound": float(image.psnr(best, images.inputs)[0])}
 
 
-def line(row: Row) -> list[object]:
+def table_row(row: Row) -> list[object]:
     """Return a row of the table."""
     theirs = [f"{figure:.1f}" for figure in ANCHORS.get(row["photograph"], ())] or ["-", "-"]
     found = "yes" if row["label_correct"] else "no"
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found = [measured(name, given.iterations) for name in given.photos]
+    found = [measure_photo(name, given.iterations) for name in given.photos]
     lines = [
         f"# ROG on photographs of {SIDE} x {SIDE} pixels",
         "",
@@ -67,7 +67,7 @@ def main() -> None:
         "that a descent finds shows, the authors' what least squares do. The authors' search, given the label, was "
         "measured on other random weights of the same network.",
         "",
-        *table(HEAD, [line(row) for row in found]),
+        *table(HEAD, [table_row(row) for row in found]),
     ]
     publish("rog_photos", {"settings": {"iterations": given.iterations}, "rows": found}, lines)
 

@@ -22,7 +22,7 @@ import fl.models
 from attacks.base import build
 from attacks.gradient_matching.engine import image_networks
 from benchmarks.common import publish, table
-from benchmarks.leakage.lti import DEFENSES, attacked, observed, part, shown
+from benchmarks.leakage.lti import DEFENSES, attack_images, format_figure, observed, part
 from eval.metrics.statistics import mean_interval, paired_difference
 
 PUBLIC, VICTIMS, FIRST = "cifar100", "cifar10", 500
@@ -63,8 +63,8 @@ def document(rows: list[dict[str, Any]], names: list[str], training: dict[str, f
     body = []
     for label in dict.fromkeys(row["defense"] for row in rows):
         data = {name: part(rows, label, name) for name in names}
-        gaps = [shown(paired_difference(data[name], data[names[1]])) for name in names if name != names[1]]
-        body.append([label, *(shown(mean_interval(each)) for each in data.values()), *gaps])
+        gaps = [format_figure(paired_difference(data[name], data[names[1]])) for name in names if name != names[1]]
+        body.append([label, *(format_figure(mean_interval(each)) for each in data.values()), *gaps])
     apart = [f"{name} - bicubic" for name in names if name != names[1]]
     return [
         "# ROG with trained networks",
@@ -98,7 +98,7 @@ def main() -> None:
         for label, defense in DEFENSES.items():
             views = observed(images, data.num_classes, defense)
             for name, settings in attacks.items():
-                found, seconds = attacked(build(settings), views, images)
+                found, seconds = attack_images(build(settings), views, images)
                 rows += [{**row, "seed": 0, "defense": label, "attack": name, "seconds": seconds} for row in found]
             publish("rog_spaces", {"training": training, "rows": rows}, document(rows, list(attacks), training))
 

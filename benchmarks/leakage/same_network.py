@@ -23,7 +23,7 @@ import attacks
 import fl.data
 import fl.models
 from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, table
-from benchmarks.leakage.leakage import Seen, rows, seen, timed
+from benchmarks.leakage.leakage import Seen, observe_images, score_results, timed
 from eval.metrics.score import Row
 from eval.metrics.statistics import mean_interval, median, paired_difference, success_rate
 from fl.methods.fedavg import FedAvg
@@ -50,25 +50,25 @@ def weighted(task: Task, truth: Truth) -> Task:
     return replace(task, model=model)
 
 
-def pair(network: str, init: Any, images: Batch, seed: int) -> tuple[list[Seen], list[Seen]]:
+def observe_both(network: str, init: Any, images: Batch, seed: int) -> tuple[list[Seen], list[Seen]]:
     """Views of HyperFL's client on every image, and of FedAvg's with the same weights."""
     task = fl.models.build(network, num_classes=10, seed=seed)
     step: dict[str, Any] = {"lr": LR, "steps": 1, "batch_size": None}
-    hidden = seen(task, HyperFL(head_epochs=0, parametrization=Hypernetwork(init=init), **step), images, seed)
-    return hidden, seen(weighted(task, hidden[0][1]), FedAvg(**step), images, seed)
+    hidden = observe_images(task, HyperFL(head_epochs=0, parametrization=Hypernetwork(init=init), **step), images, seed)
+    return hidden, observe_images(weighted(task, hidden[0][1]), FedAvg(**step), images, seed)
 
 
-def attacked(name: str, init: str, count: int, seeds: int, search: dict[str, Any]) -> Measured:
+def attack_both(name: str, init: str, count: int, seeds: int, search: dict[str, Any]) -> Measured:
     """Return the rows and CPU seconds by method and attack; seeds are of network, hypernetwork and attack."""
     images = fl.data.load(name).test.take(torch.arange(count))
     found: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}
     for seed in range(seeds):
-        hidden, plain = pair(SETS[name], init, images, seed)
+        hidden, plain = observe_both(SETS[name], init, images, seed)
         for key, victims in ((PEELED, hidden), (CUT, plain), (PLAIN, plain)):
             attack = attacks.build({"name": key.partition(": ")[2], **search})
             results, spent = timed(attack, victims, seed)
-            found.setdefault(key, []).extend(rows(results, victims, seed, init=init, attack=key))
+            found.setdefault(key, []).extend(score_results(results, victims, seed, init=init, attack=key))
             seconds[key] = seconds.get(key, 0.0) + spent
     return {"search": search, "images": count, "seeds": seeds, "rows": found, "cpu_seconds": seconds}
 
@@ -126,7 +126,7 @@ def main() -> None:
     path = RESULTS / "same_network.json"
     known: dict[str, dict[str, Measured]] = json.loads(path.read_text())["sets"] if path.exists() else {}
     for name, init in itertools.product(given.sets, given.init or ["scaled"]):
-        known.setdefault(name, {})[init] = attacked(name, init, given.images, given.seeds, search)
+        known.setdefault(name, {})[init] = attack_both(name, init, given.images, given.seeds, search)
         publish("same_network", {"sets": known}, document(known))
 
 

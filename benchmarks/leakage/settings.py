@@ -19,7 +19,7 @@ import torch
 import attacks
 from attacks.base import Attack, Chain
 from benchmarks.common import RESULTS, publish, rewrite, table
-from benchmarks.leakage.leakage import rows, timed
+from benchmarks.leakage.leakage import score_results, timed
 from benchmarks.leakage.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number, setting_name
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
 
@@ -43,7 +43,7 @@ def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
     return {key: getattr(built, setting_name(key)) for key in sweep.grid}
 
 
-def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
+def named_settings(sweep: Sweep) -> dict[str, dict[str, Any]]:
     """Return the default and the settings it is set beside, by what the page calls them."""
     there = sweep.published and PUBLISHED in attacks.attacks.get(sweep.attack.rpartition("+")[2]).presets
     return {DEFAULT: own(sweep), **({PUBLISHED: own(sweep, PUBLISHED)} if there else {})}
@@ -52,7 +52,7 @@ def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
 def chosen(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return the best of those measured, the default and those that the page has beside; each once."""
     best = max(points, key=lambda point: sum(point["psnr"]))
-    return once([best["setting"], *named(sweep).values(), *map(dict, sweep.beside)])
+    return once([best["setting"], *named_settings(sweep).values(), *map(dict, sweep.beside)])
 
 
 def once(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -70,14 +70,14 @@ def added(sweep: Sweep, settings: Sequence[Mapping[str, Any]], before: Sequence[
         varied = {setting_name(key): value for key, value in setting.items()}
         attack = attacks.build({"name": sweep.attack, **sweep.fixed, **varied, "iterations": sweep.iterations})
         results, seconds = timed(attack, victims, 0)
-        psnr = [row["psnr"] for row in rows(results, victims, 0)]
+        psnr = [row["psnr"] for row in score_results(results, victims, 0)]
         found.append({"setting": setting, "psnr": psnr, "seconds": seconds / len(victims)})
     return found
 
 
 def compared(sweep: Sweep, before: Found) -> Found:
     """With the whole grid on the images for choosing."""
-    settings = once([*sweep.points(), *named(sweep).values()])
+    settings = once([*sweep.points(), *named_settings(sweep).values()])
     found = {**before, "choosing": added(sweep, settings, before.get("choosing", []), FIRST)}
     if sweep.rounds and "accuracy" not in found:
         found["accuracy"] = sweep.accuracy()
@@ -90,7 +90,7 @@ def confirmed(sweep: Sweep, before: Found) -> Found:
     return {**before, "others": added(sweep, settings, before.get("others", []), FIRST + sweep.images)}
 
 
-def lines(sweep: Sweep, found: Found) -> list[list[str]]:
+def table_rows(sweep: Sweep, found: Found) -> list[list[str]]:
     """Of the table, best first."""
     base = data(of(found["others"], own(sweep)))
     settings = chosen(sweep, found["choosing"])
@@ -98,7 +98,7 @@ def lines(sweep: Sweep, found: Found) -> list[list[str]]:
     made = []
     for setting in settings:
         point, again = of(found["choosing"], setting), data(of(found["others"], setting))
-        names = [name for name, one in named(sweep).items() if one == setting]
+        names = [name for name, one in named_settings(sweep).items() if one == setting]
         what = (sweep.attack, f"{sweep.called}, {sweep.method.name}{sweep.where}", sweep.dataset)
         called = words(setting) + "".join(f", `{name}`" for name in names if name != DEFAULT)
         means = written(mean_interval(data(point))), written(mean_interval(again))
@@ -140,7 +140,7 @@ def main() -> None:
     if given.rewrite:
         rewrite("settings", lambda known: document(known["sweeps"]))
         return
-    before = kept()
+    before = sweeps_measured_before()
     found: dict[str, Found] = {sweep.name: before.get(sweep.name, {}) for sweep in SWEEPS}
     for sweep in SWEEPS:  # the new takes the place of the old when it is whole: a stop loses nothing
         chosen = compared(sweep, {} if given.again else found[sweep.name])
@@ -148,7 +148,7 @@ def main() -> None:
         report(found)
 
 
-def kept() -> dict[str, Found]:
+def sweeps_measured_before() -> dict[str, Found]:
     """Return what was measured before, by the sweep's name."""
     before = RESULTS / "settings.json"
     return json.loads(before.read_text())["sweeps"] if before.exists() else {}
@@ -176,7 +176,7 @@ def document(found: Mapping[str, Found]) -> list[str]:
         "",
         *table(GRIDS, [described(sweep, found[sweep.name]) for sweep in done]),
         "",
-        *table(HEAD, [line for sweep in done for line in lines(sweep, found[sweep.name])]),
+        *table(HEAD, [line for sweep in done for line in table_rows(sweep, found[sweep.name])]),
         "",
         *([] if len(done) == len(SWEEPS) else ["**Incomplete: not all sweeps were run.**", ""]),
         "CPU seconds are those of an image, where they were kept. Sweeps are run one by one: the line at the "

@@ -62,7 +62,7 @@ def victims(task: Task, pictures: Batch, method: Method, count: int) -> list[Ser
     return views
 
 
-def spent() -> float:
+def cpu_seconds() -> float:
     """CPU seconds of this process and of those that it has started and that have ended."""
     parts = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(part.ru_utime + part.ru_stime for part in parts)
@@ -73,12 +73,12 @@ def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tu
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
     views = victims(task, photographs("color", 32, "cpu"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compile": compiled})
-    began, before = time.perf_counter(), spent()
+    began, before = time.perf_counter(), cpu_seconds()
     with closing(AttackPool(number, patience=0.0)) as spread:
         found = spread.run(attack, views, range(COUNT))
     if not all(isinstance(one, Reconstruction) for one in found):
         raise RuntimeError("expected a reconstruction of every image")
-    return time.perf_counter() - began, spent() - before
+    return time.perf_counter() - began, cpu_seconds() - before
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     number = default_workers(torch.device("cpu"))
     how = "recorded" if chosen.uncompiled else "recorded and compiled"
     settings = {"processes": number, "how": how, "iterations": chosen.iterations}
-    rows = kept(settings) if chosen.only else {}
+    rows = rows_measured_before(settings) if chosen.only else {}
     for name in chosen.only or WHOLE:
         clock, cpu = evaluation(name, number, chosen.iterations, compiled=not chosen.uncompiled)
         rows[name] = {"seconds": clock, "cpu_seconds": cpu}
@@ -109,7 +109,7 @@ def main() -> None:
     publish("whole", {**settings, "rows": rows}, lines)
 
 
-def kept(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def rows_measured_before(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the published rows.
 
     Raises:

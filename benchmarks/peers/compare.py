@@ -106,7 +106,7 @@ def compare(case: Case, count: int) -> Outcome:
     task = network(case.network, data.num_classes, {"input_shape": data.input_shape, **case.settings})
     test = data.test.take(torch.arange(count))
     attacked = victims(task, test, knows_labels=case.knows_labels)
-    peers, missing = found(case.peers, Setting(task, case.iterations, case.tv))
+    peers, missing = find_peers(case.peers, Setting(task, case.iterations, case.tv))
     for peer in peers.values():  # the first call pays for what is set up once
         peer(attacked[0])
     case.attack(2).run([attacked[0].view], [attacked[0].seed])
@@ -115,18 +115,18 @@ def compare(case: Case, count: int) -> Outcome:
         for name, peer in peers.items():
             runs[name].append(peer(victim))
         moves = [runs[name][-1].iterations for name in peers]  # a peer may stop early
-        runs[ALONE].append(ours(case, [victim], min(moves, default=case.moves))[0][0])
+        runs[ALONE].append(run_ours(case, [victim], min(moves, default=case.moves))[0][0])
     figures = {name: summed(some, attacked) for name, some in runs.items()}
-    together, labels = ours(case, attacked, case.moves)
+    together, labels = run_ours(case, attacked, case.moves)
     figures[STACKED] = summed(together, attacked)
     for name, change in case.others.items():
         other = replace(case, options={**case.options, **change})
-        figures[f"{STACKED}, {name}"] = summed(ours(other, attacked, case.moves)[0], attacked)
+        figures[f"{STACKED}, {name}"] = summed(run_ours(other, attacked, case.moves)[0], attacked)
     images = torch.cat([victim.image for victim in attacked])
     return Outcome(psnr(baseline_images(images)["mean"], images).tolist(), figures, missing, labels)
 
 
-def found(names: Iterable[str], setting: Setting) -> tuple[dict[str, Peer], dict[str, str]]:
+def find_peers(names: Iterable[str], setting: Setting) -> tuple[dict[str, Peer], dict[str, str]]:
     """Those peers that are there, and why others are not."""
     there: dict[str, Peer] = {}
     missing: dict[str, str] = {}
@@ -138,7 +138,7 @@ def found(names: Iterable[str], setting: Setting) -> tuple[dict[str, Peer], dict
     return there, missing
 
 
-def ours(case: Case, attacked: list[Victim], iterations: int) -> tuple[list[Run], int]:
+def run_ours(case: Case, attacked: list[Victim], iterations: int) -> tuple[list[Run], int]:
     """Our attack on all of `attacked` at once, the time shared out evenly, and how many labels are right."""
     attack = case.attack(iterations)
     begin = time.process_time()

@@ -11,7 +11,7 @@ import torch
 import fl.data
 from benchmarks.common import table
 from benchmarks.peers.adapters import Setting
-from benchmarks.peers.compare import Case, found, ours
+from benchmarks.peers.compare import Case, find_peers, run_ours
 from benchmarks.peers.victims import network, victims
 
 ITERATIONS, REPEATS, STACK = 2000, 3, 64
@@ -44,17 +44,21 @@ def measure(case: Case, *, iterations: int = ITERATIONS, repeats: int = REPEATS,
     task = network(case.network, data.num_classes, {"input_shape": data.input_shape, **case.settings})
     attacked = victims(task, data.test.take(torch.arange(count)), knows_labels=case.knows_labels)
     quick = replace(case, options={**case.options, **COMPILED})
-    peers, missing = found(case.peers, Setting(task, iterations, case.tv))
-    for peer in found(case.peers, Setting(task, 2, case.tv))[0].values():  # the first call pays for what is set up once
+    peers, missing = find_peers(case.peers, Setting(task, iterations, case.tv))
+    for peer in find_peers(case.peers, Setting(task, 2, case.tv))[
+        0
+    ].values():  # the first call pays for what is set up once
         peer(attacked[0])
     rates: dict[str, list[float]] = {}
     for _ in range(repeats):
         runs = {name: peer(attacked[0]) for name, peer in peers.items()}
-        runs |= {way: ours(one, attacked[:1], iterations)[0][0] for way, one in (("alone", case), ("compiled", quick))}
+        runs |= {
+            way: run_ours(one, attacked[:1], iterations)[0][0] for way, one in (("alone", case), ("compiled", quick))
+        }
         for name, run in runs.items():
             rates.setdefault(name, []).append(run.iterations / run.seconds)
     middle = {name: statistics.median(values) for name, values in rates.items()}
-    (together, *_), _ = ours(quick, attacked, iterations)  # each with its share of the call's seconds
+    (together, *_), _ = run_ours(quick, attacked, iterations)  # each with its share of the call's seconds
     alone, compiled = middle.pop("alone"), middle.pop("compiled")
     return Speeds(middle, alone, compiled, iterations / together.seconds, missing)
 

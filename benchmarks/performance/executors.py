@@ -50,7 +50,7 @@ HEAD = ["executor", "workers", "seconds", "seconds in cells", "times as fast as 
 FILES = ("table.md", "images.jsonl", "config.yaml")
 
 
-def measured(folder: Path, executor: Mapping[str, Any] | None, workers: int) -> dict[str, Any]:
+def time_run(folder: Path, executor: Mapping[str, Any] | None, workers: int) -> dict[str, Any]:
     """Run the grid in an empty folder, and return its seconds on the wall and in its cells."""
     began = time.perf_counter()
     result = hyperleak.run(EXPERIMENT, folder, workers=workers, executor=None if executor is None else dict(executor))
@@ -71,7 +71,7 @@ def measure(engines: Sequence[str], numbers: Sequence[int]) -> Iterator[dict[str
     """Return the figures so far after each run: of one process, then of all engines and numbers of workers."""
     with tempfile.TemporaryDirectory() as place:
         alone = Path(place) / "alone"
-        found: dict[str, Any] = {"alone": measured(alone, None, 1), "idle": idle_cores(), "runs": [], "missing": []}
+        found: dict[str, Any] = {"alone": time_run(alone, None, 1), "idle": idle_cores(), "runs": [], "missing": []}
         expected = contents(alone)
         for engine in engines:
             package, executor = ENGINES[engine]
@@ -80,7 +80,7 @@ def measure(engines: Sequence[str], numbers: Sequence[int]) -> Iterator[dict[str
                 continue
             for workers in numbers:
                 folder = Path(place) / f"{engine}-{workers}"
-                run = measured(folder, executor, workers)
+                run = time_run(folder, executor, workers)
                 found["runs"].append(
                     {"engine": engine, "workers": workers, **run, "same": contents(folder) == expected}
                 )

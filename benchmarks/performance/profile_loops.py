@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 import attacks
 import fl.models
 from benchmarks.performance.noise_data import BATCH, federation, victims
-from benchmarks.performance.speed import ours
+from benchmarks.performance.speed import our_iterations
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.seeds import stream
@@ -113,7 +113,7 @@ def _group(operator: str) -> str:
     return PRODUCTS if operator.strip("_") in PRODUCT_NAMES else REST
 
 
-def measured(
+def profile_loop(
     name: str, work: Callable[[], object], units: int, best: float, setup: Callable[[], object] | None = None
 ) -> Loop:
     """Return one loop: counted, timed and profiled.
@@ -153,10 +153,10 @@ def loops(
         for count in stacks:
             call, times = searching(task, count), max(iterations // count, 2)
             before = f"ig, by autograd, {network}, {count}"
-            found.append(measured(before, partial(call, times + 1), times * count, best, partial(call, 1)))
-            recorded, _ = ours(victims(network, 1)[0], count, compiled=False)
+            found.append(profile_loop(before, partial(call, times + 1), times * count, best, partial(call, 1)))
+            recorded, _ = our_iterations(victims(network, 1)[0], count, compiled=False)
             after = f"ig, recorded, {network}, {count}"
-            found.append(measured(after, partial(recorded, times + 1), times * count, best, partial(recorded, 1)))
+            found.append(profile_loop(after, partial(recorded, times + 1), times * count, best, partial(recorded, 1)))
     for network in trained:
         task = fl.models.build(network, num_classes=10, seed=0)
         for label, method, engine, clients in (
@@ -165,5 +165,5 @@ def loops(
             ("hyperfl, factored", HyperFL(batch_size=BATCH, epochs=1), "factored", TOGETHER),
         ):
             run = federation(task, method, clients=clients, each=each, engine=engine)  # type: ignore[arg-type]
-            found.append(measured(f"{label}, {network}", partial(run.step, evaluate=False), clients, best))
+            found.append(profile_loop(f"{label}, {network}", partial(run.step, evaluate=False), clients, best))
     return {"peak_gflop_per_second": best / 1e9, "loops": [asdict(loop) for loop in found]}

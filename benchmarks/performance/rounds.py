@@ -80,7 +80,7 @@ def method(settings: dict[str, Any]) -> Method:
     return methods.build({**common, **settings})
 
 
-def ours(network: str, trained: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
+def our_contender(network: str, trained: Method, engine: EngineName, clients: int, workers: int = 1) -> Contender:
     """Rounds of a federation of ours, aggregation included."""
     task = fl.models.build(network, num_classes=10, seed=0)
     run = federation(task, trained, clients=clients, each=IMAGES, engine=engine, workers=workers)
@@ -98,9 +98,9 @@ def hyperfl(network: str, clients: int, folder: Path | None) -> dict[str, Conten
     """HyperFL, FedAvg and the authors' code, if it is there."""
     rule = method({"name": "hyperfl"})
     found = {
-        FEDAVG: ours(network, method({"name": "fedavg"}), "loop", FEW),
-        "HyperFL, loop": ours(network, rule, "loop", FEW),
-        FACTORED: ours(network, rule, "factored", clients),
+        FEDAVG: our_contender(network, method({"name": "fedavg"}), "loop", FEW),
+        "HyperFL, loop": our_contender(network, rule, "loop", FEW),
+        FACTORED: our_contender(network, rule, "factored", clients),
     }
     return found | ({AUTHORS: official(folder, network, 1)} if folder else {})
 
@@ -108,16 +108,16 @@ def hyperfl(network: str, clients: int, folder: Path | None) -> dict[str, Conten
 def further(network: str, clients: int) -> dict[str, Contender]:
     """Further methods and engines, beside FedAvg and HyperFL."""
     fedavg, rule, scaled = (method(s) for s in ({"name": "fedavg"}, {"name": "hyperfl"}, SCALED))
-    found = {name: ours(network, method(settings), "loop", FEW) for name, settings in ONE_BY_ONE.items()}
+    found = {name: our_contender(network, method(settings), "loop", FEW) for name, settings in ONE_BY_ONE.items()}
     found |= {
-        FACTORED: ours(network, rule, "factored", clients),
-        "HyperFL with scaled heads, factored": ours(network, scaled, "factored", clients),
-        "FedAvg, vmap": ours(network, fedavg, "vmap", clients),
+        FACTORED: our_contender(network, rule, "factored", clients),
+        "HyperFL with scaled heads, factored": our_contender(network, scaled, "factored", clients),
+        "FedAvg, vmap": our_contender(network, fedavg, "vmap", clients),
     }
     if Path("/proc/self/stat").exists():  # what workers have spent is read there
         found |= {
-            f"FedAvg, loop in {WORKERS} processes": ours(network, fedavg, "loop", clients, WORKERS),
-            f"HyperFL, factored in {WORKERS} processes": ours(network, rule, "factored", clients, WORKERS),
+            f"FedAvg, loop in {WORKERS} processes": our_contender(network, fedavg, "loop", clients, WORKERS),
+            f"HyperFL, factored in {WORKERS} processes": our_contender(network, rule, "factored", clients, WORKERS),
         }
     return found
 
@@ -182,7 +182,7 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def rows(network: str, seconds: dict[str, list[float]]) -> list[Row]:
+def table_data(network: str, seconds: dict[str, list[float]]) -> list[Row]:
     """Return what was found."""
     return [{"network": network, "what": name, "seconds_per_client": found} for name, found in seconds.items()]
 
@@ -191,12 +191,12 @@ def all_cores(network: str, clients: int, folder: Path | None) -> list[Row]:
     """Return the seconds of the clock."""
     cores = os.cpu_count() or 1
     found = measure(
-        {FACTORED: ours(network, method({"name": "hyperfl"}), "factored", clients, cores)}, time.perf_counter
+        {FACTORED: our_contender(network, method({"name": "hyperfl"}), "factored", clients, cores)}, time.perf_counter
     )
     if folder:
         with threads(cores):
             found |= measure({AUTHORS: official(folder, network, 1)}, time.perf_counter)
-    return rows(network, found)
+    return table_data(network, found)
 
 
 def clocked(networks: Sequence[str], clients: int, folder: Path | None, before: dict[str, Any]) -> dict[str, Any]:
@@ -233,19 +233,19 @@ def page(found: Mapping[str, Any], shares: Mapping[str, float]) -> list[str]:
         "",
         f"CPU seconds of one thread (of processes: of all of them together), {single['clients']} clients{_on(single)}:",
         "",
-        *table(head, shown(single["rows"], [FEDAVG, FACTORED])),
+        *table(head, table_rows(single["rows"], [FEDAVG, FACTORED])),
         "",
         *goals(single["rows"], shares),
         "Further methods and engines, measured apart from that, with FedAvg and HyperFL once more for the ratios, "
         f"{more['clients']} clients{_on(more)}:",
         "",
-        *table(head, shown(more["rows"], [FEDAVG, FACTORED])),
+        *table(head, table_rows(more["rows"], [FEDAVG, FACTORED])),
         "",
         *_clock(clock),
     ]
 
 
-def shown(rows: Sequence[Row], bases: Sequence[str]) -> list[list[str]]:
+def table_rows(rows: Sequence[Row], bases: Sequence[str]) -> list[list[str]]:
     """Return a line for each, with ratios to these of its network."""
     return [
         [
@@ -319,7 +319,7 @@ def _clock(clock: Mapping[str, Any]) -> list[str]:
         + on["torch"]
         + (", before what stands above:" if clock["kept"] else ":"),
         "",
-        *table(["network", "what", "seconds per client", "over factored"], shown(clock["rows"], [FACTORED])),
+        *table(["network", "what", "seconds per client", "over factored"], table_rows(clock["rows"], [FACTORED])),
     ]
 
 
@@ -343,7 +343,7 @@ def main() -> None:
     found: dict[str, Any] = {"images": IMAGES, "batch": BATCH, "epochs": EPOCHS, "repeats": REPEATS, "few": FEW}
     for part, make in parts.items():
         if chosen.only in (None, part):
-            measured = [row for name in OFFICIAL for row in rows(name, measure(make(name), everywhere))]
+            measured = [row for name in OFFICIAL for row in table_data(name, measure(make(name), everywhere))]
             found[part] = {"on": machine(), "clients": chosen.clients, "rows": measured}
         else:
             found[part] = before.get(part, NONE)

@@ -72,7 +72,7 @@ def apart(work: Callable[..., T], *settings: object) -> T:
 
 
 # ---- (a) -------------------------------------------------------------------------------------------------------------
-def attacked(network: str, count: int) -> dict[str, float]:
+def time_attacks(network: str, count: int) -> dict[str, float]:
     """Return one call of `ig` on so many victims."""
     torch.set_num_threads(1)
     search(network, min(count, 2), 1)()  # loads what is loaded on first use
@@ -101,7 +101,7 @@ def search(network: str, count: int, iterations: int) -> Callable[[], None]:
 
 def part_a(networks: Sequence[str] = ATTACKED, counts: Sequence[int] = VICTIMS) -> list[dict[str, Any]]:
     """Victims in one call of `ig`."""
-    return [{"network": n, "victims": count, **apart(attacked, n, count)} for n in networks for count in counts]
+    return [{"network": n, "victims": count, **apart(time_attacks, n, count)} for n in networks for count in counts]
 
 
 # ---- (b) -------------------------------------------------------------------------------------------------------------
@@ -151,13 +151,13 @@ def part_c(
     """Networks under FedAvg and `ig`, one client; hidden widths of the hypernetwork, four clients."""
     networks = [
         {"network": name + "".join(f", {key} {value}" for key, value in settings.items())}
-        | apart(sized, name, settings, each, count)
+        | apart(time_size, name, settings, each, count)
         for name, settings in sizes
     ]
     return {"networks": networks, "hidden": [{"hidden": width, **apart(widened, width, each)} for width in hidden]}
 
 
-def sized(name: str, settings: dict[str, Any], each: int, count: int) -> dict[str, float]:
+def time_size(name: str, settings: dict[str, Any], each: int, count: int) -> dict[str, float]:
     """Return what the size of a network costs: a client's round, then so many iterations of a search."""
     torch.set_num_threads(1)
     search("mlp", 1, 1)()  # loads what is loaded on first use
@@ -199,7 +199,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def kept(before: dict[str, Any]) -> dict[str, Any]:
+def known_parts(before: dict[str, Any]) -> dict[str, Any]:
     """Return the parts measured before, and on what processor each."""
     parts = {key: value for key, value in before.items() if key in PARTS}
     known = before.get("processors", {})
@@ -370,7 +370,7 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / "scaling.json"
     before = json.loads(path.read_text()) if chosen.only and path.exists() else {}
-    found = kept(before)
+    found = known_parts(before)
     for key, part in PARTS.items():
         if chosen.only in (None, key):
             found[key] = part()

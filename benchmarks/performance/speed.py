@@ -78,7 +78,7 @@ def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
     return run
 
 
-def ours(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], None], float]:
+def our_iterations(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], None], float]:
     """Return a function that runs so many iterations on a stack of `count` trials, and the seconds to record it."""
     problem = MatchingProblem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
     attack = attacks.build("ig")
@@ -135,7 +135,7 @@ def measure() -> None:
         loop = by_hand(task, images)
         stacks = {}
         for label, (count, compiled) in STACKS.items():
-            stacks[label], recording = ours(view, count, compiled)
+            stacks[label], recording = our_iterations(view, count, compiled)
             costs.setdefault(compiled, []).append(recording)
         found: dict[str, list[float]] = {"by hand": [], **{label: [] for label in STACKS}}
         for _ in range(REPEATS):

@@ -77,7 +77,7 @@ SIMULATED, RESTS_ON = "scenarios", ("clients", "counts", "disk", "planned", "che
 """Where the results have what was simulated, and the parts whose figures enter it."""
 
 
-def kept(before: Mapping[str, Any]) -> dict[str, Any]:
+def known_parts(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a result that are there, each with its processor."""
     found = {part: before[part] for part in (*PARTS, "start", SIMULATED) if part in before}
     own = before.get("processors", {})
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.info("%s", part)
         measured[part] = PARTS[part]()
     path = RESULTS / f"{NAME}.json"
-    known = kept(json.loads(path.read_text()) if path.exists() else {}) | measured
+    known = known_parts(json.loads(path.read_text()) if path.exists() else {}) | measured
     known["processors"] |= dict.fromkeys(measured, machine()["processor"])
     known = with_simulation(known, measured)
     publish(NAME, known, document(known) if SIMULATED in known else ["Not all parts are measured."])

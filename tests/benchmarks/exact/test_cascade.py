@@ -61,7 +61,7 @@ def test_the_search_stands_in_the_same_row() -> None:
 )
 def test_a_label_is_right_or_not_or_not_told(labels: torch.Tensor | None, right: bool | None) -> None:
     result = Reconstruction(torch.zeros(1, 1, 2, 2), labels=labels, objective=0.0)
-    assert cascade.scored(result, IMAGE) == {"psnr": 100.0, "exact": True, "label": right}
+    assert cascade.score_image(result, IMAGE) == {"psnr": 100.0, "exact": True, "label": right}
 
 
 def test_limits_are_one_line_a_set_update_and_method(results: Path) -> None:

@@ -20,7 +20,7 @@ def test_a_batch_that_was_stopped_is_not_refused(monkeypatch: pytest.MonkeyPatch
     rows = []
     for number, result in enumerate(results):
         monkeypatch.setattr(cascade_batches, "build", lambda _, result=result: lambda _: result)
-        rows.append(cascade_batches.one(data, 10, "hyperfl-grey", "FedAvg", 0, 2, number))
+        rows.append(cascade_batches.attack_batch(data, 10, "hyperfl-grey", "FedAvg", 0, 2, number))
     assert rows[0]["reason"] == "they are alike"
     assert rows[1]["stopped"] == "a layer: 3 cells open"
     group = {"set": "fashion_mnist", "method": "FedAvg", "size": 2}

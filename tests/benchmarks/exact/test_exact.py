@@ -14,7 +14,7 @@ def test_counts_are_of_the_images_found() -> None:
     data = Batch(torch.rand(count, 1, 28, 28, generator=draw), torch.arange(count) % 10)
     batch = exact.Case("spear", "mlp", "fashion_mnist", 4, exact.GRAY)
     pooled = exact.Case("rconv", "hyperfl-grey", "fashion_mnist")
-    rows = [exact.one(case, data, 10, 0) for case in (batch, pooled)]
+    rows = [exact.attack_victim(case, data, 10, 0) for case in (batch, pooled)]
     assert rows[0]["exact"] == 4
     assert "max pooling" in rows[1]["reason"]
     text = exact.document([(batch, rows[:1]), (pooled, rows[1:])])

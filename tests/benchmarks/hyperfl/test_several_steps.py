@@ -59,7 +59,7 @@ def test_one_that_is_stopped_keeps_what_was_measured_before(tmp_path: Path, monk
 
     monkeypatch.setattr(several_steps, "RESULTS", tmp_path)
     monkeypatch.setattr(several_steps, "cases", lambda: both)
-    monkeypatch.setattr(several_steps, "measured", measured)
+    monkeypatch.setattr(several_steps, "measure_case", measured)
     monkeypatch.setattr(several_steps, "page", lambda searches, read: [])
     monkeypatch.setattr(several_steps, "publish", lambda name, data, text: written.append(data))
     monkeypatch.setattr(several_steps_read, "QUESTIONS", {})

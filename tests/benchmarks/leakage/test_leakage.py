@@ -24,7 +24,7 @@ CLOSE = Reconstruction(torch.rand(1, 1, 8, 8, generator=torch.Generator().manual
 def victim() -> Seen:
     task = fl.models.build("tiny", num_classes=3, seed=0)
     image = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    return leakage.seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), Batch(image, torch.tensor([1])), 0)[0]
+    return leakage.observe_images(task, FedAvg(lr=1.0, steps=1, batch_size=None), Batch(image, torch.tensor([1])), 0)[0]
 
 
 def test_starts_are_compared_as_restarts_are(victim: Seen) -> None:

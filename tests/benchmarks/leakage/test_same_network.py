@@ -32,7 +32,7 @@ def opened(view: ServerView, *names: str) -> ServerView:
 def test_both_clients_compute_the_same_gradient(network: str, init: str) -> None:
     own = fl.models.build(network, num_classes=10, seed=0)
     images = worlds.images(1, "same", shape=own.input_shape)
-    hidden, plain = same_network.pair(network, init, Batch(images.inputs.float(), images.labels), 0)
+    hidden, plain = same_network.observe_both(network, init, Batch(images.inputs.float(), images.labels), 0)
     peeled, cut = opened(hidden[0][0], "peel", "headless"), opened(plain[0][0], "headless")
     assert set(peeled.shared) == set(cut.shared)
     for name, value in cut.shared.items():

@@ -135,8 +135,8 @@ def test_the_page_is_of_the_defaults_of_its_day(
 
 
 def test_what_was_published_can_be_left_out(measured: list[tuple[str, float, int]]) -> None:
-    assert set(settings.named(SMALL)) == {"the default", "published"}
-    assert set(settings.named(replace(SMALL, published=False))) == {"the default"}
+    assert set(settings.named_settings(SMALL)) == {"the default", "published"}
+    assert set(settings.named_settings(replace(SMALL, published=False))) == {"the default"}
 
 
 def test_a_page_of_some_sweeps_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_page_of_some_sweeps_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_small_sweep_measures_grid_default_and_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "FIRST", 0)
     found: Found = settings.confirmed(SMALL, settings.compared(SMALL, {}))
-    named = [setting["tv"] for setting in settings.named(SMALL).values()]
+    named = [setting["tv"] for setting in settings.named_settings(SMALL).values()]
     assert sorted({one["setting"]["tv"] for one in found["choosing"]}) == sorted({0.0, 1.0, *named})
     best = max(found["choosing"], key=lambda one: sum(one["psnr"]))["setting"]["tv"]
     assert {one["setting"]["tv"] for one in found["others"]} == {best, *named}

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.peers import report, speed
 from benchmarks.peers.adapters import PEERS, Run, starting
-from benchmarks.peers.compare import ALONE, STACKED, Case, Figures, Outcome, found, summed
+from benchmarks.peers.compare import ALONE, STACKED, Case, Figures, Outcome, find_peers, summed
 from benchmarks.peers.sources import IDLG, VARIABLE, PeerMissingError, execute
 from benchmarks.peers.victims import network, victims
 from fl.seeds import stream
@@ -41,7 +41,7 @@ def test_absent_peers_say_how_to_get_them(name, monkeypatch, tmp_path):
         source.find()
     assert source.get in str(error.value)
     assert str(tmp_path) not in str(error.value)  # it is published
-    there, missing = found([name], setting=None)
+    there, missing = find_peers([name], setting=None)
     assert not there
     assert source.get in missing[name]
 

@@ -146,7 +146,7 @@ def test_simulations_are_made_again_where_what_they_rest_on_was_measured(monkeyp
     known |= {"check": {"runs": [killed]}, "planned": {"seconds_prepare": 1.0}}
     assert command.with_simulation(dict(list(known.items())[1:]), ["folder"]).get("scenarios") is None
     known = command.with_simulation(known, ["folder"])  # the first time
-    known = command.with_simulation(command.kept(known), ["folder"])
+    known = command.with_simulation(command.known_parts(known), ["folder"])
     assert made == [3.0]
     command.with_simulation(known, ["disk"])
     assert made == [3.0, 3.0]

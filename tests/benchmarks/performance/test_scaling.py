@@ -64,9 +64,12 @@ def test_an_iteration_counts_once_for_every_trial(monkeypatch: pytest.MonkeyPatc
 
 def test_parts_keep_their_processors() -> None:
     old = {"machine": {"processor": "this"}, "a": [], "b": []}
-    assert scaling.kept({}) == {"processors": {}}
-    assert scaling.kept(old) == {"a": [], "b": [], "processors": {"a": "this", "b": "this"}}
-    assert scaling.kept({**old, "processors": {"b": "that"}})["processors"] == {"a": "this", "b": "that"}
+    assert scaling.known_parts({}) == {"processors": {}}
+    assert scaling.known_parts(old) == {"a": [], "b": [], "processors": {"a": "this", "b": "this"}}
+    assert scaling.known_parts({**old, "processors": {"b": "that"}})["processors"] == {
+        "a": "this",
+        "b": "that",
+    }
 
 
 def test_a_stack_counts_as_many_operations_as_its_trials() -> None:

@@ -22,7 +22,7 @@ from attacks.analytic.maxpool.lattice import Lattice
 from attacks.analytic.maxpool.likelihood import has_outlier, misfit, typical_deviation
 from attacks.analytic.maxpool.refinement import Fit, evaluate, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
-from benchmarks.exact.cascade import SUBJECTS, one
+from benchmarks.exact.cascade import SUBJECTS, attack_image
 from fl.seeds import stream
 
 
@@ -173,7 +173,7 @@ def test_an_output_that_is_wrong_shows_though_all_others_hold() -> None:
 @pytest.mark.skipif("HYPERLEAK_DATA" not in os.environ, reason="HYPERLEAK_DATA names no folder of data sets")
 def test_a_corner_that_one_output_contradicts_is_found_and_not_called_verified() -> None:
     data = fl.data.load("fashion_mnist")
-    found = one(data.test, data.num_classes, "hyperfl-grey", *SUBJECTS["HyperFL"], 528)
+    found = attack_image(data.test, data.num_classes, "hyperfl-grey", *SUBJECTS["HyperFL"], 528)
     assert found["exact"]
     assert found["fixed_wrong"] == 0
 
