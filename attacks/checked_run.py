@@ -26,7 +26,7 @@ from attacks.prefix_inversion import Confirming, confirm_whole, is_better, needs
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.result_checks import check_result, doubt_unaskable
 from attacks.search_control import SearchControl, StoppedError, limited_by
-from attacks.update.plain_weights import with_plain_weights
+from attacks.update.weight_norm import with_plain_weights
 from attacks.verification.words import in_words_of
 from fl.losses.function import FunctionError, function_errors_named
 from fl.runtime.double_precision import PrecisionError

@@ -1,4 +1,4 @@
-"""The input of a linear layer, in closed form or up to a factor."""
+"""Reads the input of the first linear layer off its gradient, in closed form or up to a factor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
-from attacks.analytic.copies import attack_one_of_copies
 from attacks.analytic.input_scale import invert_direction
-from attacks.analytic.lone_pictures import LonePictures, largest_noise
+from attacks.analytic.repeated_images import attack_repeated_image
 from attacks.analytic.scale_judgment import other_range
+from attacks.analytic.single_image_rows import SingleImageRows, largest_noise
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.batch_weights import batch_weights
 from attacks.labels.recovery import single_label
@@ -23,10 +23,10 @@ from attacks.search_control import StoppedError
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
-from attacks.update.left_out_numbers import leaves_out_at_random
+from attacks.update.lora_updates import refuse_lora_update
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.sparsification import leaves_out_at_random
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
-from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss, explains_update
 from attacks.verification.nearly_told import FAR_OUTSIDE, MOST_ALIKE_ROWS, mark_nearly_told
 from fl.defense import overrides
@@ -77,31 +77,31 @@ UNTOLD = (
 class Analytic(Attack):
     """Reads the input of the first linear layer with a bias off its gradient (Geiping et al., NeurIPS 2020, Prop. 3.1).
 
-    The gradients are sums over the images, gW = sum of delta x^T, gb = sum of delta. One image: x = gW^T gb / |gb|^2,
-    after any number of steps on it; where a defense is known, the rank-one fit of what it let through, each tensor at
-    its trust. Several images, one step: a neuron that a ReLU silences for all images but one has x = gW_r / gb_r for
-    that one. Which neurons do is not in the gradient, but can be checked: the network, given x and a label, sends back
-    a signal u of its own, and u x^T is one of the gradient's summands only if taking it away lowers the rank by one,
-    that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Mixtures of flat images may pass, so
-    that further weights have to tell the same image (`attacks.analytic.lone_pictures`). Only images that do are handed
-    out, with that label. Where the layer is given the image, x is it; else its input goes under `features`.
+    The gradients are sums over the images, gW = sum of delta x^T and gb = sum of delta.
 
-    Where no layer with a bias that moved is given a single image, but layers without one are, it is known up to its
-    brightness. The step taken again tells that, and the label (`attacks.analytic.input_scale`).
+    - One image: x = gW^T gb / |gb|^2, after any number of steps on it. Under a known defense x comes from a rank-one
+      fit to the entries that it let through, each tensor weighed by its precision.
+    - Several images, one step: if a ReLU silences neuron r for all images but one, that image is x = gW_r / gb_r. The
+      gradient does not say which neurons these are, but candidates can be tested. Given x and a label, the network
+      sends back a signal u. Then u x^T is a summand of gW only if subtracting it lowers the rank by one, that is, if u
+      lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Mixtures of flat images may pass, so that a
+      second reading has to agree (`attacks.analytic.single_image_rows`). Images that pass are returned with that label.
 
-    Of centralized gradients the picture is known up to its brightness, which a step with such ones tells
-    (`attacks.analytic.centralized_gradients`).
+    If the layer's input is the image, x is returned as the image, else under `features`. Special cases:
 
-    Of a gradient that looks clipped by value, rows in which no number was are read (`attacks.analytic.clipped_rows`).
-
-    An unknown defense may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
-    a single image counts as verified only if the network sends back the observed signal for it.
+    - First layers without a bias that moved tell one image up to its brightness. Replaying the step tells brightness
+      and label (`attacks.analytic.input_scale`).
+    - Centralized gradients tell the picture up to its brightness, too; a centralized step tells that
+      (`attacks.analytic.centralized_gradients`).
+    - If a gradient looks clipped by value, rows without clipped numbers are read (`attacks.analytic.clipped_rows`).
+    - An unknown defense may have scaled weight and bias by different factors. Then a rank-one fit does not show how
+      bright x is, and one image is verified only if the network sends back the observed signal for it.
 
     Threat model: an honest server with the layer's update, and for several images all weights.
 
     Attributes:
-        fits: share of the update that one image may leave unexplained, and of the rank test's equations that may miss,
-            for the result to be `verified`. Of steps so small that the weights' rounding is more, that may stay, too.
+        fits: residual up to which a result is `verified`: the share of the update that one image may leave, and of the
+            rank test's equations. After small steps, as much as the weights' rounding may stay as well.
     """
 
     reads_ids: ClassVar[bool] = True
@@ -131,7 +131,7 @@ class Analytic(Attack):
             if isinstance(by_direction, Reconstruction):
                 return by_direction
             if isinstance(layer, NotApplicable):
-                if layer.limit and (narrow := narrow_adapters(view)) is not None:
+                if layer.limit and (narrow := refuse_lora_update(view)) is not None:
                     return narrow
                 reason = "; ".join(dict.fromkeys((layer.reason, by_direction.reason)))
                 return replace(layer, reason=reason, cut_short=by_direction.cut_short)
@@ -142,7 +142,7 @@ class Analytic(Attack):
         batch = self._invert_batch(view, layer)
         if isinstance(batch, Reconstruction) and batch.labels is not None:
             return batch
-        return attack_one_of_copies(view, self.attack_view, seed) or batch
+        return attack_repeated_image(view, self.attack_view, seed) or batch
 
     def _invert_batch(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
         """Return images of a batch that single neurons see alone."""
@@ -262,7 +262,7 @@ class Analytic(Attack):
         if shares is None:
             return self._of_another_loss(layer, count) or NotApplicable(SHARED_WEIGHTS)
         found = self._summands(layer, gradient, (rows, inputs), shares, unit)
-        pictures = LonePictures(layer, 1 / count, gradient.left, gradient.singular, gradient.right.mT, self.fits)
+        pictures = SingleImageRows(layer, 1 / count, gradient.left, gradient.singular, gradient.right.mT, self.fits)
         kept = self._drop_duplicates(pictures, found, count)
         return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
 
@@ -341,7 +341,7 @@ class Analytic(Attack):
             return found.left_unchecked(str(stopped))
 
     def _drop_duplicates(
-        self, alone: LonePictures, found: list[_Summand], count: int
+        self, alone: SingleImageRows, found: list[_Summand], count: int
     ) -> Reconstruction | NotApplicable:
         """Return each image once that the update tells to its rounding, the neuron that fits best first.
 
@@ -353,7 +353,7 @@ class Analytic(Attack):
         found = sorted(found, key=lambda summand: max(summand.miss))
         kept: list[_Summand] = []
         for one in found:
-            if not any(one.overlaps(other) for other in kept) and alone.are_told(
+            if not any(one.overlaps(other) for other in kept) and alone.holds_single_image(
                 one.row, one.label, one.weight, one.miss, least=one.least
             ):
                 kept.append(one)

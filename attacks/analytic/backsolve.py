@@ -25,9 +25,9 @@ from attacks.network.layer_chain import make_trace, trace_view
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.search_control import named_in_time
 from attacks.update.classifier_update import classifier_names
-from attacks.update.left_out_numbers import are_smallest_left_out
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
+from attacks.update.sparsification import are_smallest_left_out
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from fl.ranges import OpenShare

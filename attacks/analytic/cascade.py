@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from attacks.analytic.april import April
 from attacks.analytic.backsolve import Backsolve
-from attacks.analytic.copies import attack_one_of_copies
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
@@ -25,6 +24,7 @@ from attacks.analytic.recursive.pooled_conv_equations import (
     pooling_between,
 )
 from attacks.analytic.recursive.relu_batch_separation import first_layer_with_signal, separate_images
+from attacks.analytic.repeated_images import attack_repeated_image
 from attacks.analytic.vit.token_embedding import TokenEmbedding
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
@@ -36,11 +36,11 @@ from attacks.network.recurrent import SEARCH, recurrent_obstacle
 from attacks.search_control import StoppedError, named_in_time
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
+from attacks.update.lora_updates import refuse_lora_update
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
-from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.nearly_told import mark_nearly_told
 from attacks.verification.words import LOADER
 from fl.tensors import dense
@@ -122,7 +122,7 @@ class Cascade(Attack):
         """Attack one view; the seed is that of `backsolve`, where that is asked."""
         best, taken, tried = self._attack_round(view, seed), view, False
         if isinstance(best, NotApplicable):
-            best = attack_one_of_copies(view, self._attack_round, seed) or best
+            best = attack_repeated_image(view, self._attack_round, seed) or best
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
@@ -135,7 +135,7 @@ class Cascade(Attack):
                 break
             if _rank_result(other) < _rank_result(best):
                 best, taken = other, earlier
-        if isinstance(best, NotApplicable) and best.limit and (narrow := narrow_adapters(view)) is not None:
+        if isinstance(best, NotApplicable) and best.limit and (narrow := refuse_lora_update(view)) is not None:
             return narrow
         return _note_round(best, taken.round, view.round) if tried else best
 

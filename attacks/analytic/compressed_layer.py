@@ -22,8 +22,8 @@ from torch import Tensor
 from attacks.network.linear_layers import vector_layers
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
-from attacks.update.even_grids import grid_step, is_of_one_row
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.quantization_grids import grid_step, is_of_one_row
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
 from fl.tensors import LowRank, dense

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.analytic import Analytic
-from attacks.analytic.copies import attack_one_of_copies, repeat_images
+from attacks.analytic.repeated_images import attack_repeated_image, repeat_images
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
@@ -95,7 +95,7 @@ class Spear(Attack):
         if layer.steps != 1:
             return NotApplicable("it takes one local step: later ones see other weights")
         if not layer.is_rectified():
-            if (copies := attack_one_of_copies(view, Analytic().attack_view, seed)) is not None:
+            if (copies := attack_repeated_image(view, Analytic().attack_view, seed)) is not None:
                 return copies
             zeros = f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)"
             return NotApplicable(zeros, limit=True)

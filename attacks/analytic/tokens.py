@@ -27,8 +27,8 @@ from attacks.network.embeddings import (
     unconditional_ids,
 )
 from attacks.result import Remark
+from attacks.update.fresh_optimizer import contradicts_fresh_state
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.optimizer_at_rest import contradicts_rest
 from attacks.update.training_phases import deviation_from_loss_gradient
 from fl.predict import predict
 from fl.seeds import stream
@@ -261,7 +261,7 @@ def _doubt(update: _EmbeddingUpdate, rows: Mapping[str, Tensor], doubts: Sequenc
     view, slots = update.view, update.slots
     if not (view.threat.knows_optimizer and view.threat.knows_defense):
         return UNSTATED
-    if contradiction := contradicts_rest(view, update.observed, rows, update.columns):
+    if contradiction := contradicts_fresh_state(view, update.observed, rows, update.columns):
         return contradiction
     missed = [name for name in rows if name not in slots and slots]
     return "; ".join([*doubts, *([NEVER_REACHED.format(", ".join(missed))] if missed else [])])

@@ -39,8 +39,8 @@ from torch import Tensor
 from attacks.labels.counts import map_counts
 from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
-from attacks.update.left_out_numbers import are_smallest_left_out, leaves_out_at_random, only_leaves_out
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.sparsification import are_smallest_left_out, leaves_out_at_random, only_leaves_out
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
 from fl.network import Network

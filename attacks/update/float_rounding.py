@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, were_rows_rounded
+from attacks.update.quantization_grids import MIN_ENTRIES, bits_of_grid, grid_steps, were_rows_rounded
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 

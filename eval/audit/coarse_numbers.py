@@ -9,7 +9,14 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, OFF_ROW, bits_of_grid, grid_steps, step_beside, were_rows_rounded
+from attacks.update.quantization_grids import (
+    MIN_ENTRIES,
+    OFF_ROW,
+    bits_of_grid,
+    grid_steps,
+    step_beside,
+    were_rows_rounded,
+)
 
 DIGITS = {
     torch.float16: "about 3 digits",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
-from attacks.update.even_grids import grid_steps
+from attacks.update.quantization_grids import grid_steps
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from eval.audit.merged_adapters import find_merged_adapter

@@ -81,7 +81,7 @@ def test_what_an_attack_holds_to_the_update_itself_is_kept_where_the_time_limit_
     initialize(net, stream(0, "in time"))
     pictures = torch.rand(2, 1, 4, 4, generator=stream(0, "two in time"))
     two = from_batch(net, pictures, torch.tensor([1, 2]))[0]
-    monkeypatch.setattr("attacks.analytic.lone_pictures.LonePictures.are_told", lambda *_, **__: False)
+    monkeypatch.setattr("attacks.analytic.single_image_rows.SingleImageRows.holds_single_image", lambda *_, **__: False)
     assert build("analytic")(two).verified is True
     monkeypatch.setattr("attacks.analytic.analytic.explains_update", stop)
     found = build("analytic")(two)

@@ -12,7 +12,6 @@ from torch import Tensor
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.linearization import Forward, RecordedFunction, of_any_count
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
     MIN_FEATURE_NOISE,
     SolvedPictures,
@@ -33,6 +32,7 @@ from attacks.analytic.graph.smooth_search import (
     search_smooth_pictures,
 )
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
+from attacks.analytic.graph.undetermined_numbers import count_undetermined
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
 from attacks.search_control import StoppedError
@@ -139,7 +139,7 @@ def _solve_for_pictures(solver: GraphSolver, shape: Sequence[int], seed: int) ->
             unseen = 0
             if not explained:
                 wanted, functions = [as_target(network, stem.target)], _features_of(network, [stem.target])
-                unseen = count_open_numbers(*functions, wanted, found, seed)
+                unseen = count_undetermined(*functions, wanted, found, seed)
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     chosen = _choose_targets(solver)
     nearest = nearest_features(network, chosen)
@@ -154,7 +154,7 @@ def _solve_for_pictures(solver: GraphSolver, shape: Sequence[int], seed: int) ->
         return NotApplicable(other, limit=True)
     search = search_smooth_pictures if too_few else search_pictures
     found = search(forward, single_forward, wanted, (count, *shape), seed)
-    unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
+    unseen = count_undetermined(forward, single_forward, wanted, found, seed)
     unseen = max(unseen, count * (missing + math.prod(shape) - moving)) if too_few else unseen
     return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen, linear=_linear_layers(solver))
 

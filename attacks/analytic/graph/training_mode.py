@@ -24,7 +24,6 @@ from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
     FeaturePath,
     SolvedPictures,
@@ -34,6 +33,7 @@ from attacks.analytic.graph.picture_search import (
 )
 from attacks.analytic.graph.residual_blocks import BlockChain, cut_into_blocks
 from attacks.analytic.graph.solver import SolvedTensor
+from attacks.analytic.graph.undetermined_numbers import count_undetermined
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
 from fl.view import ServerView
@@ -123,8 +123,8 @@ def _find_pictures(
     found = search_pictures(whole, whole_single, tied, joint.shape, seed, start)
     if alone is not None and not bool(found.converged.all()):
         # one picture that was not found spoils all where they are one problem
-        return alone, count_open_numbers(double, single, wanted, alone, seed)
-    unseen = count_open_numbers(whole, whole_single, tied, found, seed)
+        return alone, count_undetermined(double, single, wanted, alone, seed)
+    unseen = count_undetermined(whole, whole_single, tied, found, seed)
     return _split(found, shape), unseen
 
 

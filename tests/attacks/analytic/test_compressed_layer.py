@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attacks.analytic.compressed_layer import CompressedInput, Reading, is_on_grid, read_compressed_layer
 from attacks.result import NotApplicable
-from attacks.update.even_grids import grid_step
+from attacks.update.quantization_grids import grid_step
 from defenses.prune import Prune
 from defenses.qsgd import QSGD
 from defenses.quantize import Quantize

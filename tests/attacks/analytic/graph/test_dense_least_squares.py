@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph import dense_least_squares, open_numbers
+from attacks.analytic.graph import dense_least_squares, undetermined_numbers
 from attacks.analytic.graph.dense_least_squares import finish_densely, solve_densely
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
-from attacks.analytic.graph.open_numbers import count_open_numbers
+from attacks.analytic.graph.undetermined_numbers import count_undetermined
 from fl.seeds import stream
 
 NOISE = 1e-6
@@ -118,16 +118,16 @@ def test_a_number_that_only_an_activation_closed_in_truth_would_tell_has_no_erro
 def test_numbers_behind_ill_conditioned_features_count_as_told_where_their_errors_are_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(open_numbers, "MAX_ITERATIONS", 10)  # conjugate gradients do not end
+    monkeypatch.setattr(undetermined_numbers, "MAX_ITERATIONS", 10)  # conjugate gradients do not end
     image, target, matrix = linear(1e-3)
     features = by(matrix)
     found = finish_densely(features, features, [target], stopped_at(image + 1e-3, 2 * NOISE))
-    assert count_open_numbers(features, features, [target], found, 0) == 0
+    assert count_undetermined(features, features, [target], found, 0) == 0
 
 
 @pytest.mark.parametrize("weakest", [1e-4, 1e-5])
 def test_numbers_with_errors_of_half_a_level_are_not_told(monkeypatch: pytest.MonkeyPatch, weakest: float) -> None:
-    monkeypatch.setattr(open_numbers, "MAX_ITERATIONS", 10)
+    monkeypatch.setattr(undetermined_numbers, "MAX_ITERATIONS", 10)
     image, target, matrix = linear(weakest, noise=1e-5)
     problem = FeatureProblem.of(by(matrix), None, [target])
-    assert not open_numbers._are_told_to_half_a_level(problem, image)
+    assert not undetermined_numbers._are_told_to_half_a_level(problem, image)

@@ -16,7 +16,7 @@ from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.input_projections import solve_projection, weighted_projection
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal
-from attacks.analytic.graph.open_numbers import count_open_numbers
+from attacks.analytic.graph.undetermined_numbers import count_undetermined
 from fl.capture import CapturedUpdateSettings, from_batch, from_update
 from fl.seeds import stream
 
@@ -171,7 +171,7 @@ def test_means_of_features_count_as_many_equations_as_there_are_means() -> None:
     images, projection = given.clone(), solved.projection  # 48 pixels, of which 12 means are compared
     target = FeatureTarget(solved.values, projection=projection)
     found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
-    assert count_open_numbers(lambda x: [x], lambda x: [x], [target], found, seed=0) == 36
+    assert count_undetermined(lambda x: [x], lambda x: [x], [target], found, seed=0) == 36
 
 
 def test_a_picture_that_is_met_exactly_ends_at_once() -> None:

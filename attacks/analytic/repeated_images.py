@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.analytic.lone_pictures import largest_noise
+from attacks.analytic.single_image_rows import largest_noise
 from attacks.labels.assignment import count_targets
 from attacks.labels.recovery import single_label
 from attacks.result import NotApplicable, Reconstruction, Result
@@ -20,7 +20,7 @@ from fl.losses.function import OwnLoss
 from fl.view import ServerView
 
 
-def attack_one_of_copies(
+def attack_repeated_image(
     view: ServerView, attack: Callable[[ServerView, int], Result], seed: int
 ) -> Reconstruction | None:
     """Return what an attack on one picture finds of a batch that may be that picture alone, as often as it was fed.

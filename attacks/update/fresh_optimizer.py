@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
-from attacks.update.even_grids import grid_steps
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.quantization_grids import grid_steps
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import overrides
 from fl.predict import predict
@@ -40,7 +40,7 @@ SHORT_STEPS = (
 )
 
 
-def contradicts_rest(
+def contradicts_fresh_state(
     view: ServerView, observed: ObservedUpdate, rows: Mapping[str, Tensor], columns: Collection[str] = ()
 ) -> str:
     """Return what contradicts that the optimizer of one step started from rest; "" where nothing does, or can.

@@ -10,7 +10,7 @@ UPPER, LOWER = "lora_B", "lora_A"
 """What PEFT calls the matrices of an adapter W + B A (Hu et al., ICLR 2022), B from 0 on."""
 
 
-def narrow_adapters(view: ServerView) -> NotApplicable | None:
+def refuse_lora_update(view: ServerView) -> NotApplicable | None:
     """Return what an update tells in which B alone moved of each adapter that did; None for any other.
 
     The gradient of B is an outer product with A x. Of the input x it tells so many numbers as A has rows. That of A is

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import attacks
-from attacks.analytic.graph import open_numbers, picture_search
+from attacks.analytic.graph import picture_search, undetermined_numbers
 from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
-from attacks.analytic.graph.open_numbers import count_open_numbers
+from attacks.analytic.graph.undetermined_numbers import count_undetermined
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -32,7 +32,7 @@ def test_pixels_at_levels_of_which_features_tell_only_sums_are_open() -> None:
         return [torch.cat([flat[:, :1] + flat[:, 1:2], flat[:, 2:]], 1).repeat(1, 2)]
 
     for seed in range(10):  # whatever the two are moved by
-        assert count_open_numbers(sums, sums, [FeatureTarget(*sums(image))], as_found(image), seed) == 2
+        assert count_undetermined(sums, sums, [FeatureTarget(*sums(image))], as_found(image), seed) == 2
 
 
 @pytest.mark.parametrize("beside", [0.0, 1e-8, -1e-8])
@@ -48,7 +48,7 @@ def test_a_feature_that_a_relu_closed_tells_no_pixel_by_where_the_search_stopped
     wanted = features(image)[0].relu()
     wanted[:, -1] = 0
     target = FeatureTarget(wanted, rectified=True)
-    assert count_open_numbers(features, features, [target], as_found(image), seed=0) > 0
+    assert count_undetermined(features, features, [target], as_found(image), seed=0) > 0
 
 
 def closing_stem(seed: int) -> tuple[nn.Module, Tensor]:
@@ -82,19 +82,19 @@ def test_pictures_whose_open_numbers_could_not_be_looked_for_may_be_others(monke
     images = torch.rand(1, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
     found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
     lost = replace(found, converged=torch.tensor([False]))
-    monkeypatch.setattr(open_numbers, "invert_features", lambda *_, **__: lost)
+    monkeypatch.setattr(undetermined_numbers, "invert_features", lambda *_, **__: lost)
 
     def sums(x: Tensor) -> list[Tensor]:
         return [x.sum(1) for _ in range(3)]  # as many equations as pixels, but the same ones
 
-    assert count_open_numbers(sums, sums, [FeatureTarget(f) for f in sums(images)], found, seed=0) == 48
+    assert count_undetermined(sums, sums, [FeatureTarget(f) for f in sums(images)], found, seed=0) == 48
 
 
 def test_where_features_tell_each_pixel_to_first_order_nothing_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     images = torch.rand(2, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
     found = InvertedImages(images, torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.ones(2), 1)
-    monkeypatch.setattr(open_numbers, "invert_features", None)
-    assert count_open_numbers(lambda x: [x.exp()], lambda x: [x.exp()], [FeatureTarget(images.exp())], found, 0) == 0
+    monkeypatch.setattr(undetermined_numbers, "invert_features", None)
+    assert count_undetermined(lambda x: [x.exp()], lambda x: [x.exp()], [FeatureTarget(images.exp())], found, 0) == 0
 
 
 def weakly_told(pixels: slice, share: float) -> tuple[Tensor, FeatureTarget, Callable[[Tensor], list[Tensor]]]:
@@ -116,7 +116,7 @@ def weakly_told(pixels: slice, share: float) -> tuple[Tensor, FeatureTarget, Cal
 def test_pixels_that_noise_leaves_open_count_as_open(share: float) -> None:
     image, target, features = weakly_told(slice(0, 3), share)
     found = picture_search.search_pictures(features, features, [target], image.shape, 0)
-    count = count_open_numbers(features, features, [target], found, 0)
+    count = count_undetermined(features, features, [target], found, 0)
     assert count or float((found.images - image).abs().max()) < 0.5 / 255
 
 
@@ -138,7 +138,7 @@ def test_a_pixel_that_the_stated_noise_puts_at_another_level_counts_as_open(shar
     found = as_found((255 * best).round() / 255)
     wrong = float((found.images - image).abs().max()) > 0.5 / 255
     assert wrong == (share == 1e-3)
-    assert bool(count_open_numbers(features, features, [target], found, seed)) == wrong
+    assert bool(count_undetermined(features, features, [target], found, seed)) == wrong
 
 
 def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it() -> None:
@@ -146,7 +146,7 @@ def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it()
     other = image.clone()
     other.flatten()[5] = (image.flatten()[5] + 1 / 255 + 1) % 1
     found = InvertedImages(other, torch.tensor([1e-6]), torch.tensor([True]), torch.tensor([1]), 1)
-    assert count_open_numbers(features, features, [target], found, 0) == 1
+    assert count_undetermined(features, features, [target], found, 0) == 1
 
 
 @pytest.mark.parametrize("channels", [slice(None), slice(1, 2)])
@@ -161,7 +161,7 @@ def test_a_contrast_that_features_do_not_tell_is_open_however_many_numbers_share
 
     for seed in range(3):
         found = as_found(images)
-        assert count_open_numbers(normalized, normalized, [FeatureTarget(*normalized(images))], found, seed) == 3072
+        assert count_undetermined(normalized, normalized, [FeatureTarget(*normalized(images))], found, seed) == 3072
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -176,22 +176,22 @@ def test_features_without_contrast_tell_a_picture_of_whole_levels(flat: bool) ->
         return [signal / signal.norm(dim=1, keepdim=True) @ mixing.T]
 
     found = as_found(image)
-    opened = count_open_numbers(features, features, [FeatureTarget(*features(image))], found, seed=0)
+    opened = count_undetermined(features, features, [FeatureTarget(*features(image))], found, seed=0)
     assert opened > 0 if flat else opened == 0
 
 
 def test_searches_aside_share_one_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be searched for counts as open."""
     image, given = torch.rand(1, 3, 6, 6, generator=stream(4, "aside"), dtype=torch.float64), list[float]()
-    monkeypatch.setattr(open_numbers, "search_seconds", lambda _: 5.0)
+    monkeypatch.setattr(undetermined_numbers, "search_seconds", lambda _: 5.0)
 
     def stuck(*_: object, settings: InversionSettings, **__: object) -> InvertedImages:
         given.append(settings.seconds or 0.0)
         return InvertedImages(image, torch.ones(1), torch.zeros(1, dtype=torch.bool), torch.ones(1), 1)
 
     clock = iter(range(0, 100, 2))
-    monkeypatch.setattr(open_numbers.time, "process_time", lambda: float(next(clock)))
-    monkeypatch.setattr(open_numbers, "invert_features", stuck)
+    monkeypatch.setattr(undetermined_numbers.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(undetermined_numbers, "invert_features", stuck)
 
     def contrastless(x: Tensor) -> list[Tensor]:
         signal = (x - 127.5 / 255).flatten(1)
@@ -199,5 +199,5 @@ def test_searches_aside_share_one_bound_of_time(monkeypatch: pytest.MonkeyPatch)
 
     found = as_found(image)
     problem = FeatureProblem.of(contrastless, contrastless, [FeatureTarget(*contrastless(image))])
-    assert open_numbers._search_aside(problem, found.images, [torch.zeros_like(image)], seed=0) is None
+    assert undetermined_numbers._search_aside(problem, found.images, [torch.zeros_like(image)], seed=0) is None
     assert given == [3.0, 1.0, 0.0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from attacks import NotApplicable, Reconstruction, build
-from attacks.update.plain_weights import with_plain_weights
+from attacks.update.weight_norm import with_plain_weights
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialize

@@ -88,7 +88,7 @@ LEAST_FALL = 0.8
 """Share to which the residual must fall not to count as hardly falling."""
 
 
-def count_open_numbers(
+def count_undetermined(
     forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], found: InvertedImages, seed: int
 ) -> int:
     """Return how many numbers of found pictures may be others, as they move no feature or only together do not.

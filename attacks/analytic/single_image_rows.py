@@ -1,24 +1,27 @@
-"""Whether what one neuron's row of a batch's gradient holds is one picture, as far as the rounding of the update tells.
+"""Decides whether a row of a batch's gradient, which belongs to one neuron, holds a single picture.
 
-The rank test (`attacks.analytic.analytic`) is one equation where the network is next to linear over the pictures, as
-over a batch of flat ones: mixtures of three whose squared shares sum to one pass it, and those next to that pass it
-within a tolerance. So a picture is asked for more:
+The rank test (`attacks.analytic.analytic`) is not enough. Where the network is nearly linear over the pictures, as it
+is for flat ones, it is a single equation: mixtures of three pictures whose squared shares sum to one pass it, and close
+ones pass it within a tolerance. So three things are required:
 
-- the test's equations miss by no more than the rounding of the update, carried through them;
-- the same rounding leaves the picture as near as pictures count as right;
-- a second reading agrees. A ReLU that silences a neuron for all other pictures does so to the weights that its output
-  is multiplied with, too: their gradient has to be this picture's alone. Where no weight tells, as behind activations
-  that silence no neuron, or do so with another output than zero, another neuron has to hold the same picture to
-  rounding. Where all that flows back has one direction, neurons that see the same pictures mix them alike, and their
-  agreement says nothing. Or the signals of mixtures with what other rows hold have to be far from passing the test.
+- The test's equations miss by no more than the rounding of the update, carried through them.
+- With that rounding the picture is still as precise as pictures that count as right.
+- A second reading agrees. One of these is enough:
+  - *Outgoing weights.* A ReLU that silences the neuron for all other pictures also silences the gradient of the weights
+    that its output is multiplied with. That gradient has to be this picture's alone.
+  - *Another neuron*, if no outgoing weight tells (behind activations that silence no neuron, or do so at another output
+    than zero): it holds the same picture to rounding. If all signals have one direction this proves nothing, since
+    neurons that see the same pictures then mix them alike.
+  - *Bends.* The signals of mixtures with what other rows hold are far from passing the rank test.
 
-Where a picture may count more or less, by the classes beside it, the mean of several that are nearly alike looks like
-one that counts as much as all of these. Then it has to be at levels of 8 bits, or signals of mixtures far off.
+If a picture may count more or less by the classes beside it in the batch, the mean of several nearly alike pictures
+looks like one picture that counts as much as all of them. Then the picture has to lie at levels of 8 bits, or signals
+of mixtures have to be far off.
 
-So right pictures are lost where nothing tells them from mixtures. Where all that flows back has one direction (one
-output, two classes) and no further weights moved, as behind frozen layers, no question is left. In float16 a row is
-further off than a picture that counts as right may be, or the rank test's equations than they tell. Levels of 8 bits
-prove nothing there: the mean of two pictures that differ by even levels is at levels, too.
+So a right picture is lost where nothing tells it from mixtures. If all signals have one direction (one output, two
+classes) and no further weights moved, as behind frozen layers, no second reading is left. In float16 a row is less
+precise than a picture that counts as right, or the equations miss by more than they tell. Levels of 8 bits prove
+nothing there: the mean of two pictures that differ by an even number of levels is at levels, too.
 """
 
 from __future__ import annotations
@@ -41,37 +44,38 @@ from fl.seeds import stream
 from fl.tensors import dense
 
 DEVIATIONS = 5.0
-"""Standard deviations that are no surprise."""
+"""Standard deviations up to which a difference counts as rounding."""
 SUMMED_SPACINGS = 1.0
-"""What sums over a batch may be off by for how they were computed, in spacings of the root mean square of all."""
+"""Error of sums over a batch from the order of summation, in spacings of their root mean square."""
 COMPUTED_SPACINGS = 8.0
-"""What the gradient of one picture may be off by for how it was computed, at least, in spacings of its size."""
+"""Error of one picture's gradient from how it was computed, at least, in spacings of its size."""
 COMPUTED_FACTOR = 10.0
-"""Likewise, in units of what changes of the last digit of weights and pixels make of it."""
+"""The same error, in units of the effect that changes of the last digit of weights and pixels have."""
 CHANGES = 3
-"""Changes of the last digit that are made."""
+"""Random changes of the last digit that are tried."""
 LOUD = 20.0
 """Output of a neuron at which activations that are bounded above, such as ReLU6, are constant."""
 SILENCING = 1e4
-"""Times the largest output that a neuron can have of pixels: what is taken off its bias to silence it."""
-MIXED_ROWS, CLEARLY = 8, 10.0
-"""Neurons whose pictures are mixed half and half with one, and how many times the most that a signal may miss by the
-signals of these mixtures have to."""
+"""What is subtracted from a neuron's bias to silence it, in units of the largest output that pixels can give it."""
+MIXED_ROWS = 8
+"""Neurons whose pictures are mixed half and half with the one in question."""
+CLEARLY = 10.0
+"""How far signals of these mixtures must miss the rank test, in units of what a signal may miss by."""
 MOST_ROWS = 256
 """Neurons with the strongest signals that are searched for one that holds the same picture."""
 
 
 @dataclass(frozen=True)
-class LonePictures:
-    """The question whether rows of a layer's gradient hold one picture each.
+class SingleImageRows:
+    """The test whether rows of a layer's gradient hold a single picture each.
 
     Attributes:
-        layer: which is given the pictures of a batch.
-        share: what a gradient of size 1 of one picture adds to that of the batch: one over its size.
+        layer: the layer, whose inputs are the pictures of a batch.
+        share: weight of one picture in the batch's mean: one over the batch size.
         left: left singular vectors of the layer's gradient, weight and bias beside each other (m, R).
         singular: its singular values (R,).
-        right: right singular vectors (n + 1, R).
-        fits: what the rank test's equations may miss by at most, whatever the rounding.
+        right: its right singular vectors (n + 1, R).
+        fits: residual of the rank test's equations that is allowed at most, whatever the rounding.
     """
 
     layer: LinearLayer
@@ -81,17 +85,17 @@ class LonePictures:
     right: Tensor
     fits: float
 
-    def are_told(
+    def holds_single_image(
         self, row: int, target: Tensor, weight: float, miss: tuple[float, float], *, least: bool = True
     ) -> bool:
-        """Return whether the update tells, to its rounding, that a row holds one picture.
+        """Return whether a row holds a single picture, to the rounding of the update.
 
         Args:
-            row: of the layer's gradient.
+            row: index of the row.
             target: of the picture (...).
-            weight: how much it counts in the batch, where 1 is an equal share.
-            miss: of the rank test's equations: of the signal's direction, and of its size.
-            least: whether a picture with this target can count no less in any batch.
+            weight: how much the picture counts in the batch, where 1 is an equal share.
+            miss: residuals of the rank test's equations: of the signal's direction, and of its size.
+            least: whether a picture with this target counts at least `weight` in any batch.
         """
         inputs = self.layer.update[row] / self.layer.bias_update[row]
         if not self._is_precise(row):
@@ -101,15 +105,15 @@ class LonePictures:
         if any(one > most for one, most in zip(miss, allowed, strict=True)):
             return False
         if self._has_one_direction and max(allowed) > self.fits:
-            return False  # further weights tell nothing else
+            return False  # further weights add no information
         if not (least or self._is_no_mean(row, inputs, target, allowed[0])):
             return False
         outgoing = self._outgoing(row, inputs, target, near[0])
         if outgoing and all(self._is_alone(name, where, near, weight) for name, where in outgoing.items()):
             return True
         if outgoing and not self._is_bounded(row, inputs, target):
-            return False  # one that silences it from above does not take its output off
-        return self._is_held_again(row, inputs) or self._bends_at_mixtures(row, inputs, target, allowed[0])
+            return False  # an activation that silences it from above keeps its output
+        return self._is_in_another_row(row, inputs) or self._rejects_mixtures(row, inputs, target, allowed[0])
 
     @cached_property
     def _deviations(self) -> tuple[Tensor, Tensor]:
@@ -125,19 +129,19 @@ class LonePictures:
         return _spacing_of(self.layer)
 
     def _errors_of_row(self, row: int) -> Tensor:
-        """Return standard deviations of the picture that a row holds (n,)."""
+        """Return the standard deviations of the picture in a row (n,)."""
         weight, bias = self._deviations
         signal = self.layer.bias_update[row]
         return torch.hypot(weight[row], bias[row] * self.layer.update[row] / signal) / signal.abs()
 
     def _is_precise(self, row: int) -> bool:
-        """Return whether the picture of a row is as near as pictures count as right."""
+        """Return whether the picture in a row is as precise as one that counts as right."""
         inputs = self.layer.update[row] / self.layer.bias_update[row]
         off = self.layer.to_pixels(torch.stack([inputs, inputs + self._errors_of_row(row)]))
         return float((off[1] - off[0]).square().mean().sqrt()) <= MAX_PIXEL_ERROR
 
     def _gradients_nearby(self, row: int, inputs: Tensor, target: Tensor) -> list[dict[str, Tensor]]:
-        """Return gradients of a picture, and of the same with the last digits of all numbers changed."""
+        """Return the gradients of a picture, and of the same with the last digits of all numbers changed."""
         layer = self.layer
         found = [layer.gradients(inputs, target)]
         errors = self._errors_of_row(row).clamp(min=self._spacing * float(inputs.square().mean().sqrt()))
@@ -151,10 +155,10 @@ class LonePictures:
         return found
 
     def _allowed(self, row: int, near: list[dict[str, Tensor]], weight: float) -> tuple[float, float]:
-        """Return by how much the rank test's equations may miss of a picture: by direction, and by size.
+        """Return the residuals that the rank test's equations may have for a picture: of direction, and of size.
 
-        With the picture read off the row itself, the size is that of the signal u into the row's neuron over what was
-        observed there. So what the row is off by counts whole, though the rest of the gradient averages it out.
+        The picture is read off the row itself. So its size is the signal u at the row's neuron over what was observed
+        there, and the row's own error counts in full, though the rest of the gradient averages it out.
         """
         layer = self.layer
         own, *others = (layer.arrange("bias", each[layer.parameter_names[1]]) for each in near)
@@ -174,9 +178,9 @@ class LonePictures:
     def _outgoing(
         self, row: int, inputs: Tensor, target: Tensor, own: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, int]]:
-        """Return where the weights lie that a neuron's output is multiplied with, by tensor: dimension and number.
+        """Return where a neuron's outgoing weights lie, by tensor: axis and index.
 
-        There no gradient is left of any picture for which the neuron is silent.
+        Pictures for which the neuron is silent leave no gradient there.
         """
         layer, count = self.layer, len(self.layer.bias)
         most = SILENCING * float(layer.weight[row].abs().sum() + layer.bias[row].abs() + 1)
@@ -195,7 +199,7 @@ class LonePictures:
         return found
 
     def _is_bounded(self, row: int, inputs: Tensor, target: Tensor) -> bool:
-        """Return whether pictures for which a neuron's output is large silence it as well."""
+        """Return whether a large output silences the neuron as well, as ReLU6 does."""
         layer = self.layer
         output = float(layer.weight[row] @ inputs + layer.bias[row])
         loud = layer.gradients(inputs, target, layer.weights_with_bias(row, LOUD - output))
@@ -216,8 +220,8 @@ class LonePictures:
         allowed += COMPUTED_FACTOR * computed + COMPUTED_SPACINGS * self._spacing * float(own.norm())
         return float((seen.select(*where) - own).norm()) <= allowed
 
-    def _is_held_again(self, row: int, inputs: Tensor) -> bool:
-        """Return whether another neuron holds the same picture to rounding, and not for want of directions."""
+    def _is_in_another_row(self, row: int, inputs: Tensor) -> bool:
+        """Return whether another row holds the same picture to rounding, where signals have several directions."""
         if self._has_one_direction:
             return False
         layer = self.layer
@@ -231,21 +235,20 @@ class LonePictures:
         return False
 
     def _is_no_mean(self, row: int, inputs: Tensor, target: Tensor, allowed: float) -> bool:
-        """Return whether what a row holds is no mean of pictures nearly alike that count less, which passes all else.
+        """Return whether the row's picture is no mean of nearly alike pictures that count less each.
 
-        Means are at levels of 8 bits by chance alone.
+        Such a mean passes all other tests. It is at levels of 8 bits only by chance.
         """
         pixels = self.layer.to_pixels(inputs[None])
         if self.layer.view.task.inputs.is_image and at_levels(pixels) is not None and are_levels_of_no_mixture(pixels):
             return True
-        return not self._has_one_direction and self._bends_at_mixtures(row, inputs, target, allowed)
+        return not self._has_one_direction and self._rejects_mixtures(row, inputs, target, allowed)
 
-    def _bends_at_mixtures(self, row: int, inputs: Tensor, target: Tensor, allowed: float) -> bool:
-        """Return whether the rank test tells what a row holds from mixtures with what others do by the signals alone.
+    def _rejects_mixtures(self, row: int, inputs: Tensor, target: Tensor, allowed: float) -> bool:
+        """Return whether the rank test clearly rejects mixtures of the row's picture with those of other rows.
 
-        Between pictures for which other neurons are active, the network bends, and the signal of a mixture is no
-        mixture of signals. That a mixture's is one to rounding, as that of what this row holds is, takes as many
-        coincidences as the layer has outputs.
+        Between pictures for which different neurons are active, some activation bends. Then the signal of a mixture is
+        no mixture of signals, and passes the test only by as many coincidences as the layer has outputs.
         """
         layer, asked = self.layer, 0
         for other in layer.bias_update.abs().argsort(descending=True)[:MIXED_ROWS].tolist():
@@ -261,7 +264,7 @@ class LonePictures:
 
 
 def row_deviations(layer: LinearLayer) -> tuple[Tensor, Tensor]:
-    """Return standard deviations of a layer's update for rounding and summing: of weight (m, n) and bias (m,)."""
+    """Return the standard deviations of a layer's update from rounding and summing: weight (m, n), bias (m,)."""
     found, pair = rounding_of_numbers(layer.view), []
     for kind, name, size in zip(
         ("weight", "bias"), layer.parameter_names, (layer.update, layer.bias_update), strict=True
@@ -274,7 +277,7 @@ def row_deviations(layer: LinearLayer) -> tuple[Tensor, Tensor]:
 
 
 def largest_noise(layer: LinearLayer) -> float:
-    """Return the largest singular value that rounding and summing may leave of weight and bias beside each other."""
+    """Return the largest singular value that rounding and summing can give to weight and bias side by side."""
     weight, bias = row_deviations(layer)
     whole = torch.cat([weight, bias[:, None]], 1)
     return float(whole.square().mean().sqrt()) * sum(math.sqrt(size) for size in whole.shape)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import attacks
 import hyperleak
-from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
+from attacks.update.quantization_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
 from defenses.qsgd import QSGD
 from defenses.quantize import Quantize
 from eval.audit.coarse_numbers import grid_bounds, grid_note

@@ -7,7 +7,7 @@ import torch
 from support import worlds
 from torch import Tensor
 
-from attacks.update.left_out_numbers import are_smallest_left_out, only_leaves_out
+from attacks.update.sparsification import are_smallest_left_out, only_leaves_out
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.noise import Noise
