@@ -50,10 +50,10 @@ LARGE, SCALE_FREE = 1e4, 1e-6
 MIN_CHANGE = 1e-3
 """Share of its output by which a normalization changes, at least, with each number as a share of it. An activation that
 has saturated does not change."""
-DRAWS, TURNS, REMEMBERED, SETTLED = 8, 40, 6, 1e-8
+DRAWS, TURNS, REMEMBERED, SETTLED = 8, 80, 20, 1e-8
 """Draws of noise that a beginning is averaged over, turns at most, how many of the last ones are extrapolated from, and
 the change of an input after which none follows, relative to it."""
-MIN_FALL, PATIENCE = 0.9, 8
+MIN_FALL, PATIENCE = 0.9, 12
 """The share to which the misfit must fall, and turns without that at the end."""
 SIZE_ROUNDS = 2
 """Times that turns are taken and the size is found: what a normalization adds to variances hangs on the size."""
