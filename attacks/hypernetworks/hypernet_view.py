@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -14,9 +15,9 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
 from attacks.update.update_rule import is_sign_compressed
 from fl.defense import overrides
-from fl.models.hypernetworks.hyperfl_hypernetwork import TRUNK_WEIGHT, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
 from fl.privacy.private_method import PrivateMethod
-from fl.tensors import Tensors, norm
+from fl.tensors import Tensors, Value, dense, norm
 from fl.types import Group, Phase
 from fl.view import ServerView
 
@@ -51,6 +52,23 @@ class HypernetView:
     def group(self) -> Group:
         """How the hypernetwork is trained."""
         return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
+
+    @property
+    def embedding_pace(self) -> float:
+        """How far a step moves the embedding, for what it would by the hypernetwork's step size; 0 where it is at rest.
+
+        Where both are clipped apart, the embedding moves further by what the hypernetwork's steps were shortened by: as
+        much at the least as all of them together are longer than one step may be.
+        """
+        phase, group = self.phases[self.phase], self.group
+        own = phase.assign({EMBEDDING: None}).get(EMBEDDING)
+        if own is None or not own.lr:
+            return 0.0
+        pace = own.lr / group.lr if group.lr else math.inf
+        if own is group or group.max_norm is None:
+            return pace
+        longest = phase.first_step_size(group) * group.max_norm / (1 - phase.momentum)
+        return pace * max(1.0, float(norm(self.change)) / longest)
 
     def moving_names(self, names: Iterable[str]) -> list[str]:
         """Return which of `names` move together with the hypernetwork."""
@@ -110,6 +128,35 @@ def _has_weight_noise(view: ServerView) -> bool:
     )
 
 
+def _obeys_equations(generator: Hypernetwork, view: ServerView) -> bool:
+    """Return whether it is made of the layers that the equations are of.
+
+    A class of one's own that overrides something of it may be: then it is tried on a random embedding and gradient.
+    """
+    if type(generator) is Hypernetwork:
+        return True
+    draw, task = torch.Generator().manual_seed(0), view.client.task
+    plain = Hypernetwork(**{key.name: getattr(generator, key.name) for key in fields(Hypernetwork)})
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=draw).to(like)
+
+    shared = {name: value for name, value in view.shared.items() if generator.scope(name) is not None}
+    embedding = drawn(dense(view.shared[TRUNK_WEIGHT])[0])
+    params = {**task.parameters, **generator.lift({**shared, EMBEDDING: embedding})}
+    grads = {name: drawn(task.parameters[name]) for name in generator.generates(task)}
+    live = list(shared)
+    pairs: list[tuple[Mapping[str, Value], Mapping[str, Value]]] = [
+        (generator.generate(params, task), plain.generate(params, task)),
+        (generator.pull_back(params, grads, task, live), plain.pull_back(params, grads, task, live)),
+    ]
+    return all(
+        ours.keys() == theirs.keys()
+        and all(bool((dense(ours[n]) - dense(theirs[n])).norm() <= 1e-3 * dense(theirs[n]).norm()) for n in theirs)
+        for ours, theirs in pairs
+    )
+
+
 def _obstacle(view: ServerView) -> str | None:
     """Return why the view can't be peeled, or None."""
     method = view.method
@@ -123,6 +170,8 @@ def _obstacle(view: ServerView) -> str | None:
     ]
     if kept:
         return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
+    if not _obeys_equations(generator, view):
+        return f"{type(generator).__name__} makes weights in another way than W_k relu(W_0 v + b_0) + b_k"
     if (reason := deviation_from_loss_gradient(view)) is not None and not _has_weight_noise(view):
         return reason
     phases = method.phases(view.client.task, view.round)

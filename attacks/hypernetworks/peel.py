@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attacks.base import NotApplicable, Reconstruction, Result, ViewRewriter, attacks
 from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_view
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate
+from attacks.hypernetworks.route_evidence import left_by_routes, route_disagreement
 from attacks.rewriting.headless import Headless
 from attacks.update.earlier_rounds import with_history
 from attacks.update.observed_update import ObservedUpdate
@@ -53,8 +54,9 @@ class SolvedHypernet:
         embedding: (embedding,) float64, or None where the update says nothing of it.
         route: which layer gave the activations: "trunk", "heads", or "biases" if no unit was active.
         residual: what the equations of that route leave of the update, relative to it; for "biases" how far, relative
-            to them, the extractor may be off by activations too small to be told from rounding. Where the defense is
-            unknown, no less than the relative distance of the activations that both layers give.
+            to them, the extractor may be off by activations too small to be told from rounding. Where equations are too
+            few to leave anything, what those of the other layer leave. There, and where the defense is unknown, no less
+            than the relative distance of the activations that both layers give.
         complete: whether every number of the solution shows in the update: a known defense may have cut some.
     """
 
@@ -186,7 +188,7 @@ class HypernetPeel(ViewRewriter):
     def confirm(self, view: ServerView, result: Result) -> Result:
         """Return the result as it is.
 
-        Where sizes between tensors are open, `_route_disagreement` has asked both layers.
+        Where sizes between tensors are open, `route_disagreement` has asked both layers.
         """
         return result
 
@@ -208,7 +210,7 @@ class HypernetPeel(ViewRewriter):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_head_gradients()
         usable = bool(heads.any())
-        apart = 0.0 if hypernet.view.threat.knows_sizes else _route_disagreement(update, embedding, heads)
+        apart = 0.0 if hypernet.view.threat.knows_sizes else route_disagreement(update, embedding, heads)
         if (
             embedding is not None
             and usable
@@ -219,29 +221,22 @@ class HypernetPeel(ViewRewriter):
         ):
             embedding, heads = update.fuse_trunk_and_heads(embedding, heads)
         residual = math.hypot(update.heads_residual(heads), update.length_residual(heads))
-        if drowned and not (usable and residual < 1):  # of outer products the factors may be had all the same
-            return NotApplicable(INACTIVE)
+        trunk, misfit = torch.zeros_like(heads), 1.0
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
-            if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
-                return SolvedHypernet(
-                    hypernet, trunk, embedding, "trunk", max(misfit, apart), update.is_complete("trunk")
-                )
+        trunk_left, heads_left = left_by_routes(hypernet, embedding, heads, (misfit, residual))
+        if drowned and not (usable and residual < 1):  # of outer products the factors may be had all the same
+            return NotApplicable(INACTIVE)
+        if embedding is not None and (
+            self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any()))
+        ):
+            return SolvedHypernet(
+                hypernet, trunk, embedding, "trunk", max(trunk_left, apart), update.is_complete("trunk")
+            )
         if not usable:
             return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
         complete = update.is_complete("heads") and (embedding is None or update.is_complete("trunk"))
-        return SolvedHypernet(hypernet, heads, embedding, "heads", max(residual, apart), complete)
-
-
-def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
-    """Return the relative distance of the activations that both layers give; 1 where one says nothing.
-
-    The equations of one layer leave a factor open between tensors, which an unknown defense may have shortened apart.
-    """
-    if embedding is None or not bool(heads.any()):
-        return 1.0
-    trunk = update.hidden(embedding)
-    return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
+        return SolvedHypernet(hypernet, heads, embedding, "heads", max(heads_left, apart), complete)
 
 
 def network_view(peeled: SolvedHypernet) -> ServerView | NotApplicable:

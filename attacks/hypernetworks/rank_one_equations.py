@@ -140,6 +140,15 @@ class HypernetUpdate:
             weight, fitted = weight * rows, fitted * self.sent[TRUNK_WEIGHT]
         return float((weight - fitted).norm() / weight.norm())
 
+    def trunk_rows(self) -> float:
+        """Return from how many rows each number of the embedding is read, at the least, counted by their weight.
+
+        Of one row a product v is had whatever it holds.
+        """
+        weight = dense(self.change[TRUNK_BIAS]).square()
+        seen = weight[:, None] if self.sent is None else self.sent[TRUNK_WEIGHT] * weight[:, None]
+        return float(_effective_count(seen).min())
+
     def hidden(self, embedding: Tensor) -> Tensor:
         """Return relu(W0 v + b0) (hidden,)."""
         weight, bias = (dense(self.shared[n]).double() for n in (TRUNK_WEIGHT, TRUNK_BIAS))
@@ -237,15 +246,23 @@ class HypernetUpdate:
             if not self.precision.one_step or not bool(hidden.any()):
                 return hidden
             return rescale_to_bias(hidden, [self._fusion(head_weight(n), head_bias(n)) for n in self.names])
-        direction = self._leading_direction()
+        if self.are_heads_inactive:
+            return torch.zeros_like(dense(self.change[TRUNK_BIAS]))
+        direction = self.leading_direction()
         # |a| is what is left: G_k = dW_k a/|a| = |a| g_k, and relu'(z) * sum_k W_k^T g_k must be db0
-        raised = self._head_gradients(direction)
-        shared = {n: self.shared[head_weight(n)] for n in self.names}
-        pulled = sum(rmatvec(shared[n], g.to(dense(shared[n]).dtype)).double() for n, g in raised.items())
         back = dense(self.change[TRUNK_BIAS])
-        live = back.abs() > self._max_rounding([TRUNK_BIAS])
-        assert isinstance(pulled, Tensor)
-        return torch.clamp(direction * ((pulled * live) @ back) / (back @ back), min=0)
+        return torch.clamp(direction * (self._pulled_back(direction) @ back) / (back @ back), min=0)
+
+    def back_rows(self) -> float:
+        """Return how many numbers of db0 there are, counted by their weight: of one alone a length follows always."""
+        return float(_effective_count(dense(self.change[TRUNK_BIAS]).square()[:, None]))
+
+    def back_residual(self, hidden: Tensor) -> float:
+        """Return what db0 leaves of relu'(z) * sum_k W_k^T g_k, relative to it; 1 if all activations are zero."""
+        if not bool(hidden.any()):
+            return 1.0
+        back = dense(self.change[TRUNK_BIAS])
+        return float((self._pulled_back(hidden) - back).norm() / back.norm())
 
     def heads_residual(self, hidden: Tensor) -> float:
         """Return the norm of all dW_k that the best fit with these activations leaves, relative to their own norm.
@@ -280,6 +297,14 @@ class HypernetUpdate:
         return made
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _pulled_back(self, hidden: Tensor) -> Tensor:
+        """Return relu'(z) * sum_k W_k^T g_k (hidden,) of the g_k that fit dW_k = g_k a^T with these activations."""
+        shared = {n: self.shared[head_weight(n)] for n in self.names}
+        raised = self._head_gradients(hidden)
+        pulled = sum(rmatvec(shared[n], g.to(dense(shared[n]).dtype)).double() for n, g in raised.items())
+        assert isinstance(pulled, Tensor)
+        return pulled * (dense(self.change[TRUNK_BIAS]).abs() > self._max_rounding([TRUNK_BIAS]))
+
     def _bias_changes(self) -> dict[str, Tensor]:
         return {n: dense(self.change[head_bias(n)]) for n in self.names}
 
@@ -327,13 +352,15 @@ class HypernetUpdate:
         assert isinstance(total, Tensor)
         return total
 
-    def _leading_direction(self, iterations: int = 100, tolerance: float = 1e-14) -> Tensor:
+    def leading_direction(self, iterations: int = 100, tolerance: float = 1e-14) -> Tensor:
         """Return the leading right singular vector of all dW_k stacked, of non-negative sum, by power iteration."""
         changes = self._head_changes()
         direction = torch.ones(next(iter(changes.values())).shape[1], dtype=torch.float64)
         direction = direction.to(dense(self.change[TRUNK_BIAS]).device) / direction.norm()
         for _ in range(iterations):
             raised = self._pull_back({n: matvec(w, direction) for n, w in changes.items()})
+            if not bool(raised.any()):
+                break
             raised = raised / raised.norm()
             moved = float((raised - direction).norm())
             direction = raised
@@ -427,9 +454,16 @@ class LayerGradientFusion:
         return self.bias.new_ones(()) if self.sent is None else self.sent[1]
 
 
+def _effective_count(weights: Tensor) -> Tensor:
+    """Return how many rows of each column there are (m,), counted by what they weigh (n, m): 1 where one has it all."""
+    shares = weights / weights.sum(0).clamp_min(torch.finfo(weights.dtype).tiny)
+    return shares.sum(0) / shares.square().sum(0).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
 def _min_variance(squares: Tensor, count: float) -> float:
     """Return the variance that double precision leaves on numbers of which there are `count`; in their own unit."""
-    return torch.finfo(torch.float64).eps ** 2 * float(squares) / max(count, 1.0) + torch.finfo(torch.float64).tiny
+    least = torch.finfo(torch.float64).tiny ** 0.5  # whose inverse is no infinity
+    return torch.finfo(torch.float64).eps ** 2 * float(squares) / max(count, 1.0) + least
 
 
 def rescale_to_bias(x: Tensor, layers: Sequence[LayerGradientFusion]) -> Tensor:
