@@ -303,19 +303,20 @@ def _concatenate_orders(orders: Sequence[Order]) -> Order:
     )
 
 
-def _member_order(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
-    """Return client `i`'s own steps of the group's order."""
-    phases = []
-    for p, steps in enumerate(sizes[i]):
-        own_steps = []
-        for s, step in enumerate(steps):
-            batches = []
-            for b, size in enumerate(step):
-                before = sum(_member_batch_size(other, p, s, b) for other in sizes[:i])
-                batches.append(order[p][s][b][before : before + size])
-            own_steps.append(tuple(batches))
-        phases.append(tuple(own_steps))
-    return tuple(phases)
+def _member_order(order: Order, schedules: Sequence[Schedule], member: int) -> Order:
+    """Return one client's part of the group's order, whose batches are the clients' one after the other."""
+
+    def own_part(phase: int, step: int, batch: int, size: int) -> Tensor:
+        before = sum(_member_batch_size(other, phase, step, batch) for other in schedules[:member])
+        return order[phase][step][batch][before : before + size]
+
+    return tuple(
+        tuple(
+            tuple(own_part(phase, step, batch, size) for batch, size in enumerate(sizes))
+            for step, sizes in enumerate(steps)
+        )
+        for phase, steps in enumerate(schedules[member])
+    )
 
 
 def _member_batch_size(schedule: Schedule, phase: int, step: int, batch: int) -> int:

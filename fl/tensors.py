@@ -278,10 +278,15 @@ def squared_distance(x: Value, y: Value, a: float | Tensor = 1.0, b: float | Ten
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return (x * a - y * b).square().sum()
     if isinstance(x, LowRank) and isinstance(y, LowRank) and _one_outer_product(x) and _one_outer_product(y):
-        (s,), (t,) = x.terms, y.terms  # g p' - h q' = (g - h) p' + h (p - q)': no difference of large numbers
-        g, h = s.left[0] * (s.coef * a), t.left[0] * (t.coef * b)
-        p, dg, dp = s.right[0], g - h, s.right[0] - t.right[0]
-        return _dot(dg, dg) * _dot(p, p) + _dot(h, h) * _dot(dp, dp) + 2 * _dot(dg, h) * _dot(p, dp)
+        # with a x = g p^T and b y = h q^T the difference is (g - h) p^T + h (p - q)^T: no large numbers cancel in it
+        (term_x,), (term_y,) = x.terms, y.terms
+        g, h = term_x.left[0] * (term_x.coef * a), term_y.left[0] * (term_y.coef * b)
+        p, left_difference, right_difference = term_x.right[0], g - h, term_x.right[0] - term_y.right[0]
+        return (
+            _dot(left_difference, left_difference) * _dot(p, p)
+            + _dot(h, h) * _dot(right_difference, right_difference)
+            + 2 * _dot(left_difference, h) * _dot(p, right_difference)
+        )
     return inner(x, x) * a**2 - 2 * inner(x, y) * (a * b) + inner(y, y) * b**2
 
 

@@ -53,6 +53,18 @@ class BatchedLBFGS:
         self.gamma = gradient.new_ones(count, dtype=torch.float64)
 
     def _direction(self, gradient: Tensor, step: Tensor, change: Tensor) -> Tensor:
+        """Return H g (B, n), with H the inverse Hessian of L-BFGS in its compact form (Byrd et al., 1994).
+
+        Let S and Y be the kept steps and changes of the gradient, R the upper triangle of S^T Y, and D its diagonal.
+        With p = S^T g and q = Y^T g,
+
+            H g = gamma g + S R^-T ((D + gamma Y^T Y) R^-1 p - gamma q) - gamma Y R^-1 p.
+
+        Args:
+            gradient: g (B, n).
+            step: the last step (B, n).
+            change: what the gradient changed by in it (B, n).
+        """
         product = (step * change).sum(1)
         good = product > 1e-10 * step.norm(dim=1) * change.norm(dim=1)  # curvature must be positive, in any unit
         step, change = step * good[:, None], change * good[:, None]
