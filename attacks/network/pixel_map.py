@@ -30,6 +30,8 @@ DARK = 0.3
 """Largest number of a dark picture; a bright one is 1 less such a number."""
 MOST_RANKED = 4096
 """Pixels up to which the rank of an affine map is computed; with more it is taken to be full."""
+ALIKE = 1e-6
+"""By how much numbers added to channels differ, at most, of length 1 together, where it is one number."""
 MOST_ROWS, ADDED_TO = 2, 3
 """Rows of an affine map that are kept, for each pixel, and to how many of these a row is added where there are more."""
 GROUPS = 24
@@ -52,11 +54,14 @@ class PixelMap:
             it is fewer affine functions of the pixels than there are pixels; "unknown" of anything else.
         numbers: of pixels, or independent affine functions of them, that are told.
         pixels: bool (C, H, W), those that are told, where "fewer" are single pixels: of a crop; else None.
+        shift: where "fewer" are all but numbers that are added to every pixel, whether of the picture or of its
+            channels; "" else.
     """
 
     kind: Literal["told", "folded", "fewer", "unknown"]
     numbers: int = 0
     pixels: Tensor | None = field(default=None, compare=False)
+    shift: Literal["", "picture", "channels"] = field(default="", compare=False)
 
 
 def read_pixel_map(view: ServerView) -> PixelMap:
@@ -73,14 +78,20 @@ def read_pixel_map(view: ServerView) -> PixelMap:
     told, folded = _tell_single_pixels(lambda x: torch.cat([made(x) for made in maps], 1), graph.image)
     if bool(told.all()):
         return PixelMap("told", pixels)
-    numbers = _rank(affine, told, graph.image)
+    unshifted = _unseen_shifts(affine, graph.image)
+    numbers = _rank(affine, told, graph.image, len(unshifted))
     if numbers == pixels:
         return PixelMap("told", pixels)
     if bool((folded & ~told).any()):
         return PixelMap("folded", int(told.sum()))
     if len(affine) < len(maps):
         return PixelMap("folded" if _takes_for_another(maps, graph.image) else "unknown", numbers)
-    return PixelMap("fewer", numbers, told.view(graph.image.shape[1:]) if numbers == int(told.sum()) else None)
+    if numbers == int(told.sum()):
+        return PixelMap("fewer", numbers, told.view(graph.image.shape[1:]))
+    if len(unshifted) < pixels - numbers:
+        return PixelMap("fewer", numbers)
+    alike = len(unshifted) == 1 and torch.allclose(unshifted[0], unshifted[0, :1], atol=ALIKE)
+    return PixelMap("fewer", numbers, shift="picture" if alike else "channels")
 
 
 def gray_picture(view: ServerView) -> Tensor | None:
@@ -223,18 +234,40 @@ def _hang_on_others(made: Function, pixel: Tensor, which: Tensor, image: Tensor)
     return found
 
 
-def _rank(affine: Sequence[Function], told: Tensor, image: Tensor) -> int:
+def _unseen_shifts(affine: Sequence[Function], image: Tensor) -> Tensor:
+    """Return which sums of numbers added to every pixel of each channel change nothing that affine maps make (m, C)."""
+    channels = image.shape[1]
+    if not affine:
+        return torch.eye(channels).to(image)
+    ends = torch.cat([torch.zeros_like(image), *(torch.zeros_like(image) for _ in range(channels))])
+    for channel in range(channels):
+        ends[1 + channel, channel] = 1
+    ends = torch.cat([ends, _random_pictures(image, 1)])
+    made = torch.cat([each(ends) for each in affine], 1)
+    changes = made[1:] - made[:1]
+    size = float(changes[-1].square().sum())
+    values, sums = torch.linalg.eigh(changes[:-1] @ changes[:-1].mT)
+    return sums.mT[values <= MAX_ROUNDING * size]
+
+
+def _rank(affine: Sequence[Function], told: Tensor, image: Tensor, unseen: int) -> int:
     """Return how many pixels, or functions of them, affine maps and the pixels that are told tell together.
 
     Many rows of the maps are added up at random, each to several, so that a few times as many are left as there are
     pixels.
+
+    Args:
+        affine: maps.
+        told: bool (n,), the pixels that are told by themselves.
+        image: (1, C, H, W).
+        unseen: of how many sums of numbers added to channels the maps tell nothing.
     """
     count = image[0].numel()
     if not affine:
         return int(told.sum())
     start = torch.cat([made(torch.zeros_like(image)) for made in affine], 1)[0]
     if count > MOST_RANKED:
-        return min(count, len(start))
+        return max(min(count - unseen, len(start)), int(told.sum()))
     draw, buckets = stream(0, "rank"), MOST_ROWS * count
     added = len(start) > buckets
     group = torch.randint(buckets, (ADDED_TO, len(start)), generator=draw).to(image.device)

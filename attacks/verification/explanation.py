@@ -20,7 +20,7 @@ from attacks.update.returned_buffers import predict_buffers
 from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from attacks.verification.clipped_comparison import is_explained_clipped
-from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, can_replay, comparison, most_favorable
+from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, Question, can_replay, comparison, most_favorable
 from attacks.verification.error_bounds import BLUR_DRAWS, COMPUTED_SPACINGS, ERROR_FACTOR, MAX_PIXEL_ERROR
 from attacks.verification.update_comparison import UpdateComparison
 from fl.seeds import stream
@@ -45,8 +45,19 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
 
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
     """Return what the layers below a private classifier say of images."""
-    images = result.inputs
-    if images is None or len(images) != view.batch_size or not can_replay(view):
+    asked = None if result.inputs is None else compare_lower_layers(view, result.inputs, whole=result.verified is True)
+    return None if asked is None else asked.check.is_explained(*next(iter(asked.guesses)))
+
+
+def compare_lower_layers(view: ServerView, images: Tensor, *, whole: bool = True) -> Question | None:
+    """Return what the update of the layers below a private classifier is compared with; None where nobody can.
+
+    Args:
+        view: the view that was attacked.
+        images: (N, C, H, W).
+        whole: whether all pixels count as right, rather than those fixed alone.
+    """
+    if len(images) != view.batch_size or not can_replay(view):
         return None
     below = view_below_classifier(view)
     if not isinstance(below, ServerView) or below.private or not isinstance(below.method, LayerSignal):
@@ -54,8 +65,7 @@ def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | N
     errors = ObservedUpdate(view).relative_rounding
     signal = errors.get(below.method.bias or f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
     errors = {name: errors.get(name, 0.0) + signal for name in below.update}
-    check = UpdateComparison(below, errors, result.verified is True)
-    return check.is_explained(images, torch.zeros(1, dtype=torch.int64))
+    return Question(UpdateComparison(below, errors, whole), [(images, torch.zeros(1, dtype=torch.int64))])
 
 
 def contradicts_features(view: ServerView, result: Reconstruction, layer: str) -> bool:

@@ -11,23 +11,36 @@ from torch import Tensor
 
 from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
 from attacks.result import Reconstruction, Remark
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.verification.comparison import comparison
-from attacks.verification.contrasts import ask_contrast
+from attacks.verification.contrasts import Contrast, ask_contrast
 from attacks.verification.negatives import has_negative
 from attacks.verification.rearrangements import has_rearranged
 from attacks.verification.same_outputs import WholeNetwork
 from attacks.verification.update_comparison import UpdateComparison
-from attacks.verification.words import CONTRAST_OPEN, FEWER_GIVEN, FOLDED, NEGATIVE, REARRANGED, UNSEEN
+from attacks.verification.words import (
+    CHANNELS_CONTRAST_LOOSE,
+    CHANNELS_CONTRAST_OPEN,
+    CHANNELS_SHIFT_OPEN,
+    CONTRAST_LOOSE,
+    CONTRAST_OPEN,
+    FEWER_GIVEN,
+    FOLDED,
+    NEGATIVE,
+    REARRANGED,
+    SHIFT_OPEN,
+    UNSEEN,
+)
 from fl.view import ServerView
 
 UNSEEN_GRAY = 0.5
 """Value of pixels about which nothing is known."""
 LEAST_SEEN = 0.5
 """Share of a picture's numbers that a network must be given for a picture that the update bears out."""
-WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
+WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN, CHANNELS_CONTRAST_OPEN}
 """Reasons why a picture is one of several, though the network is given all of its pixels."""
-CONTRAST_DOUBTS = {True: ("open", "nearly"), False: ("open",)}
+CONTRAST_DOUBTS = {True: ("open", "nearly", "loosely"), False: ("open", "loosely")}
 """Answers on a picture's contrast that matter, of one verified, and of one near, whose note says how near."""
 
 
@@ -57,10 +70,14 @@ class Doubt:
     Attributes:
         reason: in words, with places for numbers.
         seen: of the pictures' numbers, that the update tells.
+        remarks: what a result says of itself then; none says that it is one of several, or seen in part.
+        near: whether a picture may count as near where most of its numbers are told.
     """
 
     reason: str
     seen: int = 0
+    remarks: frozenset[Remark] = frozenset()
+    near: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,13 +101,27 @@ class _BorneOut:
 
     @cached_property
     def guess(self) -> tuple[UpdateComparison, Tensor, Tensor] | None:
-        """The comparison with the update, and the pictures with the likeliest labels; None where none can be made."""
-        return first_guess(self.view, self.held)
+        """The comparison with the update, and the pictures with the likeliest labels; None where none can be made.
+
+        Where the server does not know the whole network, what the rest of it returns has to do, whatever the labels.
+        """
+        found = first_guess(self.view, self.held)
+        if found is not None or not self.view.private:
+            return found
+        check = UpdateComparison(self.view, ObservedUpdate(self.view).relative_rounding, True)
+        return check, self.inputs, torch.zeros(len(self.inputs), dtype=torch.int64)
 
     @cached_property
     def network(self) -> WholeNetwork | None:
         """The network, and what it returns of the pictures; None where it can't be told."""
         return WholeNetwork.of(self.view, self.inputs)
+
+    @cached_property
+    def contrast(self) -> Contrast:
+        """Whether the update tells the pictures' brightness and contrast."""
+        if self.guess is None:
+            return Contrast("told")
+        return ask_contrast(self.view, *self.guess, self.network if self.view.private else None)
 
     def without_unseen_pixels(self, result: Reconstruction) -> Reconstruction:
         """Return pictures with gray at the pixels that a network is not given; as they are where none is told alone."""
@@ -103,11 +134,12 @@ class _BorneOut:
     def doubted(self, doubt: Doubt) -> Reconstruction:
         """Return the result, not verified for a reason that is noted."""
         held, count = self.held, self.inputs.numel()
-        several = (Remark.ONE_OF_SEVERAL,) if held.verified else ()  # of one that is borne out alone many are left
-        partly = several if doubt.reason in WHOLLY_GIVEN else (Remark.PARTLY_SEEN,)
+        several = {Remark.ONE_OF_SEVERAL} if held.verified else set()  # of one that is borne out alone many are left
+        remarks = doubt.remarks or (several if doubt.reason in WHOLLY_GIVEN else {Remark.PARTLY_SEEN})
         said = doubt.reason.format(seen=doubt.seen, unseen=count - doubt.seen, count=count)
-        held = held.with_note(said if self.view.task.inputs.is_image else said.replace("picture", "example"), *partly)
-        held = replace(held, verified=None, fixed=None, approximate=doubt.seen >= LEAST_SEEN * count)
+        held = held.with_note(said if self.view.task.inputs.is_image else said.replace("picture", "example"), *remarks)
+        near = doubt.near and doubt.seen >= LEAST_SEEN * count
+        held = replace(held, verified=None, fixed=None, approximate=near)
         return self.without_unseen_pixels(held)
 
 
@@ -130,8 +162,18 @@ def _doubt_folds(found: _BorneOut) -> Doubt | None:
 
 
 def _doubt_lost_pixels(found: _BorneOut) -> Doubt | None:
-    """The network is given fewer functions of pixels than there are pixels."""
-    return Doubt(FEWER_GIVEN, len(found.inputs) * found.pixels.numbers) if found.pixels.kind == "fewer" else None
+    """The network is given fewer functions of pixels than there are pixels.
+
+    Where these are no pixels by themselves, others that make the update may differ everywhere, as far as pixels can.
+    """
+    if found.pixels.kind != "fewer":
+        return None
+    seen, shift = len(found.inputs) * found.pixels.numbers, found.pixels.shift
+    if shift:
+        each = shift == "channels" or found.contrast.of_channels
+        scale = Remark.SCALES_TAKEN_OFF if each else Remark.SCALE_TAKEN_OFF
+        return Doubt(CHANNELS_SHIFT_OPEN if shift == "channels" else SHIFT_OPEN, seen, frozenset({scale}))
+    return Doubt(FEWER_GIVEN, seen, near=found.pixels.pixels is not None)
 
 
 def _doubt_unseen_numbers(found: _BorneOut) -> Doubt | None:
@@ -158,13 +200,16 @@ def _doubt_sign(found: _BorneOut) -> Doubt | None:
 
 
 def _doubt_contrast(found: _BorneOut) -> Doubt | None:
-    """Another contrast makes the update, or nearly."""
-    if found.guess is None:
+    """Another brightness or contrast makes the update, or nearly."""
+    told = found.contrast
+    if told.extent not in CONTRAST_DOUBTS[bool(found.held.verified)]:
         return None
-    told = ask_contrast(found.view, *found.guess, found.network if found.view.private else None)
-    if told not in CONTRAST_DOUBTS[bool(found.held.verified)]:
-        return None
-    return Doubt(CONTRAST_OPEN, 0 if told == "open" else found.inputs.numel())
+    if told.extent == "loosely":
+        scale = Remark.SCALES_TAKEN_OFF if told.of_channels else Remark.SCALE_TAKEN_OFF
+        words = CHANNELS_CONTRAST_LOOSE if told.of_channels else CONTRAST_LOOSE
+        return Doubt(words, found.inputs.numel(), frozenset({scale}))
+    words = CHANNELS_CONTRAST_OPEN if told.of_channels else CONTRAST_OPEN
+    return Doubt(words, 0 if told.extent == "open" else found.inputs.numel())
 
 
 CHECKS: tuple[Callable[[_BorneOut], Doubt | None], ...] = (

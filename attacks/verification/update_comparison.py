@@ -87,18 +87,22 @@ class UpdateComparison:
 
         It is None where the update does not tell.
         """
-        made = self.predictor.predict(images, labels)
-        factor = self.best_factor(made, self.bounds.rounding)
-        if not 0 < factor < math.inf:
-            return False
-        allowed = self._near_bounds(images, labels, made, factor)
-        factor = self.best_factor(made, allowed)
-        if not all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items()):
+        allowed = self.near_bounds(images, labels)
+        if allowed is None:
             return False
         if not self.whole:
             return True
         others = (self.predictor.predict(other, labels) for other in brightness_variants(self.view, images))
         return True if all(self._leaves_other_direction(made, allowed) for made in others) else None
+
+    def near_bounds(self, images: Tensor, labels: Tensor) -> dict[str, float] | None:
+        """Return how far each tensor may be from what these images make, as near ones; None where they leave more."""
+        made = self.predictor.predict(images, labels)
+        factor = self.best_factor(made, self.bounds.rounding)
+        if not 0 < factor < math.inf:
+            return None
+        allowed = self._near_bounds(images, labels, made, factor)
+        return None if self.exceeds(made, allowed) else allowed
 
     def _near_bounds(
         self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float

@@ -106,9 +106,23 @@ NEGATIVE = (
     "of the other one"
 )
 CONTRAST_OPEN = (
-    "one of several pictures that make the update: the network takes their contrast off, about what it takes for gray"
+    "one of several pictures that make the update: the network takes their brightness or contrast off, so that these "
+    "are open"
+)
+CHANNELS_CONTRAST_OPEN = (
+    "one of several pictures that make the update: the network takes brightness or contrast off their channels, so "
+    "that those of each channel are open"
+)
+CONTRAST_LOOSE = (
+    "the picture is known up to its brightness and contrast: pictures of another make the update as nearly as it does"
+)
+CHANNELS_CONTRAST_LOOSE = (
+    "the picture is known up to brightness and contrast of its channels: pictures in which those of a channel are "
+    "others make the update as nearly as it does"
 )
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
+SHIFT_OPEN = f"{FEWER_GIVEN}, and not how bright the picture is"
+CHANNELS_SHIFT_OPEN = f"{FEWER_GIVEN}, and not how bright its channels are"
 UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
     "update"

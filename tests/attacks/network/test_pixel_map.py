@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.base import Reconstruction
+from attacks.base import Reconstruction, Remark
 from attacks.network.pixel_map import PixelMap, read_pixel_map
 from attacks.verification.confirmation import confirm
-from attacks.verification.words import FEWER_GIVEN, FOLDED
+from attacks.verification.words import CHANNELS_SHIFT_OPEN, FEWER_GIVEN, FOLDED, SHIFT_OPEN
 from fl.capture import from_batch
+from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
@@ -38,6 +39,17 @@ class Preceded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         returned: Tensor = self.body(self.stem(self.before(x)))
         return returned
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Before) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 class TwoTowers(nn.Module):
@@ -136,7 +148,8 @@ def test_preprocessing_that_merges_pictures_is_never_verified(before: str) -> No
     found = claimed(view, picture())
     assert not found.verified
     assert found.approximate is (before in {"cropped", "cropped twice", "less its mean"})
-    expected = FEWER_GIVEN.format(count=192, seen=FEWER[before]) if before in FEWER else FOLDED
+    words = SHIFT_OPEN if before == "less its mean" else FEWER_GIVEN
+    expected = words.format(count=192, seen=FEWER[before]) if before in FEWER else FOLDED
     assert found.note == expected
 
 
@@ -151,6 +164,53 @@ def test_of_a_fixed_convolution_and_a_relu_no_pixel_counts_as_folded(size: int, 
         return functional.conv2d(x, weight.to(x), bias.to(x) * 0.3 - 0.3).relu()
 
     assert read_pixel_map(view_of(Preceded(fixed))).kind == "unknown"
+
+
+def _less(part: tuple[int, ...]) -> Before:
+    return lambda x: x - x.mean(part, keepdim=True)
+
+
+@pytest.mark.parametrize("side", [8, 40])
+@pytest.mark.parametrize(
+    ("dims", "remark", "words"),
+    [((1, 2, 3), Remark.SCALE_TAKEN_OFF, SHIFT_OPEN), ((2, 3), Remark.SCALES_TAKEN_OFF, CHANNELS_SHIFT_OPEN)],
+)
+def test_of_pictures_less_their_mean_nothing_but_their_brightness_is_open(
+    dims: tuple[int, ...], remark: Remark, words: str, side: int
+) -> None:
+    """Also of large ones, of whose affine functions nobody works out the rank."""
+    small = torch.randint(50, 200, (1, 3, side, side), generator=stream(0, "less their mean")) / 255
+    model = nn.Sequential(Function(_less(dims)), nn.Conv2d(3, 4, 3, stride=2), nn.Flatten(), nn.LazyLinear(10))
+    model(small)
+    initialize(model, stream(1, "less their mean"))
+    view = from_batch(model, small, torch.tensor([3]))[0]
+    read = read_pixel_map(view)
+    assert read == PixelMap("fewer", 3 * side**2 - (1 if remark == Remark.SCALE_TAKEN_OFF else 3))
+    for other in (small, small + 20 / 255):
+        found = claimed(view, other)
+        assert (found.verified, found.approximate) == (None, True), found.note
+        assert words.format(count=3 * side**2, seen=read.numbers) in found.note
+        assert remark in found.remarks
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        _less((1,)),
+        _less((3,)),
+        lambda x: x - functional.avg_pool2d(x, 2).repeat_interleave(2, 2).repeat_interleave(2, 3),
+    ],
+    ids=["colors less gray", "less its rows' means", "less its blocks' means"],
+)
+def test_a_picture_of_which_sums_of_pixels_are_open_is_not_borne_out(before: Before) -> None:
+    """Most of its numbers are told, but each pixel may be another by as much as there is room."""
+    view = view_of(Preceded(before))
+    read = read_pixel_map(view)
+    assert (read.kind, read.shift, read.pixels) == ("fewer", "", None)
+    assert read.numbers >= 96
+    found = claimed(view, picture())
+    assert (found.verified, found.approximate) == (None, False)
+    assert found.note.endswith(FEWER_GIVEN.format(count=192, seen=read.numbers))
 
 
 @pytest.mark.parametrize("before", ["absolute", "square", "parabola"])

@@ -1,4 +1,4 @@
-"""Networks that take contrast off about a gray of theirs: whole levels decide, where no other picture is at such."""
+"""Networks that take brightness or contrast off: whole levels decide, where no other picture is at such."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.base import Reconstruction, build
+from attacks.base import Reconstruction, Remark, build
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.confirmation import confirm
@@ -101,3 +101,110 @@ def test_a_picture_that_an_attack_found_at_another_contrast_is_not_verified() ->
     assert isinstance(result, Reconstruction)
     assert not result.verified
     assert not result.approximate
+
+
+def colored(name: str, *, eps: float = 1e-12, gray: float = 0.5, padding: int = 1, kept: bool = False) -> nn.Module:
+    """A network of color pictures whose first layer is normalized: as a whole, or each channel of pictures by itself.
+
+    Args:
+        name: "whole" or "channels".
+        eps: that is added to variances.
+        gray: that is taken off pixels.
+        padding: of the first layer.
+        kept: whether that has a bias.
+    """
+    first = nn.Conv2d(3, 24, 3, padding=padding, bias=kept, groups=3 if name == "channels" else 1)
+    norm, side = nn.GroupNorm(3 if name == "channels" else 1, 24, eps=eps), 4 + 2 * padding
+    head = nn.Flatten(), nn.Linear(24 * side**2, 32), nn.LeakyReLU(0.2), nn.Linear(32, 10)
+    model = nn.Sequential(Centered(gray), first, norm, nn.LeakyReLU(0.2), *head)
+    initialize(model, stream(1, "contrasts"))
+    if kept:
+        nn.init.normal_(first.bias, generator=stream(2, "contrasts"))  # type: ignore[arg-type]
+    return model
+
+
+def color_pictures(count: int = 1) -> Tensor:
+    return 0.3 + 0.4 * torch.rand(count, 3, 6, 6, generator=stream(3, "contrasts"))
+
+
+def claimed(
+    model: nn.Module, other: Tensor, *, true: Tensor | None = None, sure: bool | None = True, private: bool = False
+) -> Reconstruction:
+    """What is said of others than the pictures that made an update, by an attack that claims them."""
+    true = color_pictures() if true is None else true
+    labels = torch.arange(len(true))
+    method = {"method": FedPer(steps=1, batch_size=None)} if private else {}
+    view, _ = from_batch(model, true, labels, **method)
+    held = confirm(view, Reconstruction(inputs=other, labels=None if private else labels, verified=sure))
+    assert isinstance(held, Reconstruction)
+    return held
+
+
+SHARES = torch.tensor([0.6, 1.0, 0.8]).view(1, 3, 1, 1)
+"""What the contrast of each channel is multiplied by."""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_picture_whose_channels_have_another_contrast_is_not_verified(count: int, private: bool) -> None:
+    true = color_pictures(count)
+    for other in (true, 0.5 + SHARES * (true - 0.5)):
+        held = claimed(colored("channels"), other, true=true, private=private)
+        assert (held.verified, held.approximate) == (None, False), held.note
+        assert "contrast off their channels" in held.note
+    assert claimed(colored("channels", kept=True), true, true=true, private=private).verified
+
+
+@pytest.mark.parametrize(("step", "verified"), [(1, True), (2, None)])
+def test_whole_levels_decide_channel_by_channel(step: int, verified: bool | None) -> None:
+    """Of a channel at every second level, of which gray is one, another at whole levels has half of its contrast."""
+    true = (255 * color_pictures()).round()
+    true[:, 1] = 51 + step * ((true[:, 1] - 51) / step).round()
+    assert claimed(colored("channels", gray=0.2), true / 255, true=true / 255).verified is verified
+
+
+@pytest.mark.parametrize("sure", [True, None])
+@pytest.mark.parametrize(
+    ("name", "shares", "remark"),
+    [("whole", torch.tensor(0.6), Remark.SCALE_TAKEN_OFF), ("channels", SHARES, Remark.SCALES_TAKEN_OFF)],
+)
+def test_contrast_that_a_small_number_in_a_normalization_tells_alone_is_not_told_nearly(
+    name: str, shares: Tensor, remark: Remark, sure: bool | None
+) -> None:
+    """It shows in the last digits, and in fewer than those by which a picture counts as near."""
+    model, true = colored(name, eps=1e-5), color_pictures()
+    held = claimed(model, 0.5 + shares * (true - 0.5), sure=sure)
+    assert held.verified is None
+    assert held.approximate
+    assert remark in held.remarks
+    assert "known up to" in held.note
+    assert claimed(model, true).verified
+    assert not claimed(model, 0.5 + shares * (true - 0.5), private=True).verified
+    assert claimed(model, true, private=True).verified
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_brightness_that_a_normalization_above_a_layer_takes_off_is_not_verified(private: bool) -> None:
+    """What is added to all pixels adds one number to each of a convolution's channels that is not padded."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 24, 3, bias=False),
+        nn.InstanceNorm2d(24),
+        nn.LeakyReLU(0.2),
+        nn.Flatten(),
+        nn.Linear(384, 32),
+        nn.LeakyReLU(0.2),
+        nn.Linear(32, 10),
+    )
+    initialize(model, stream(1, "contrasts"))
+    true = (255 * color_pictures()).round() / 255
+    for other in (true, true + 20 / 255):
+        held = claimed(model, other, true=true, private=private)
+        assert (held.verified, held.approximate) == (None, False)
+        assert "takes brightness or contrast off their channels" in held.note
+
+
+def test_a_batch_with_a_flat_picture_hides_no_other_contrast() -> None:
+    true = color_pictures(2)
+    true[1] = 0.4 + 1e-3 * true[1]
+    held = claimed(colored("whole"), 0.5 + 0.6 * (true - 0.5), true=true)
+    assert (held.verified, held.approximate) == (None, False), held.note
