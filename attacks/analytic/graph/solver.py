@@ -209,35 +209,40 @@ class GraphSolver:
             found = self._find_anchor(number)
             if found is None:
                 continue
-            columns, two_valued = found
             before = self.known.snapshot(), self.scaled, self.before_anchor, list(self.solved)
-            if not self._begin_with_columns(ref, number, columns, two_valued):
-                continue
-            if len(before[-1]) and self.images > 1:
-                order = self._match_order(ref, before[-1][-1])
+            order = self._begin_with_columns(ref, number, *found)
+            if order is not None and order.tolist() != list(range(self.images)):
                 self._take_back(*before)
-                if order is None or not self._begin_with_columns(ref, number, columns[..., order], two_valued):
-                    continue
-            self.anchor = self.anchor or self.network.layers[number].name
-            return
+                columns, two_valued = found
+                order = self._begin_with_columns(ref, number, columns[..., order], two_valued)
+            if order is not None:
+                self.anchor = self.anchor or self.network.layers[number].name
+                return
+            self._take_back(*before)
 
-    def _begin_with_columns(self, ref: Ref, number: int, columns: Tensor, two_valued: bool) -> bool:
-        """Return whether a layer's input is solved for by what flows back into it, of each image up to a factor."""
-        before = self.known.snapshot(), self.scaled, self.before_anchor, list(self.solved)
-        self.before_anchor = before[0]
+    def _begin_with_columns(self, ref: Ref, number: int, columns: Tensor, two_valued: bool) -> Tensor | None:
+        """Solve for a layer's input by what flows back into it, of each image up to a factor.
+
+        Returns:
+            Which image is which of the tensor that was solved for last; None where the input does not follow, or
+            nothing tells the order.
+        """
+        self.before_anchor = self.known.snapshot()
+        upper = self.solved[-1] if self.solved else None
         self._set_anchor(number, columns, two_valued)
         self._solve_tensor(ref)
-        if ref in self.known.values:
-            return True
-        self._take_back(*before)
-        return False
+        if ref not in self.known.values:
+            return None
+        if upper is None or self.images == 1:
+            return torch.arange(self.images)
+        return self._match_order(ref, upper)
 
     def _take_back(
         self, known: Propagation, scaled: bool, before_anchor: Propagation, solved: list[SolvedTensor]
     ) -> None:
         """Take back what was noted since this was so."""
         self.known = known.snapshot()
-        self.scaled, self.before_anchor, self.solved = scaled, before_anchor, solved
+        self.scaled, self.before_anchor, self.solved = scaled, before_anchor, list(solved)
 
     def _match_order(self, ref: Ref, upper: SolvedTensor) -> Tensor | None:
         """Return which image of a tensor is which of one above that was solved for, or None where it does not tell.
