@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
+from attacks.hypernetworks.rank_one_equations import effective_count
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.view_below_classifier import LAYER_SIGNAL, LayerSignal
@@ -21,6 +22,8 @@ from fl.view import ServerView
 
 MAX_RESIDUAL = 1e-3
 """Share of e's equations that may be left over, and distance of e's sum from 1, for the embedding to confirm itself."""
+MIN_ROWS = 1.01
+"""Rows of these equations, counted by what they weigh: of one alone a mixture of images would leave nothing either."""
 EMBEDDER = "embedder."
 LAST_LAYER = "fc"
 """Last layer of both networks: its bias's gradient is what flows back to them."""
@@ -80,7 +83,9 @@ class HyperFedZeroPeel(ViewRewriter):
             return rewritten
         read = rewritten.received[LAYER_SIGNAL]
         e, residual = dense(read["e"]).double(), float(dense(read["residual"]))
-        sure = residual < MAX_RESIDUAL and abs(float(e.sum()) - 1) < MAX_RESIDUAL and float(e.min()) > -MAX_RESIDUAL
+        told = float(dense(read["rows"])) >= MIN_ROWS
+        sums = abs(float(e.sum()) - 1) < MAX_RESIDUAL and float(e.min()) > -MAX_RESIDUAL
+        sure = told and residual < MAX_RESIDUAL and sums
         found: Tensors = {"embedding": read["e"]}
         return Reconstruction(None, view.labels, private=found, verified=sure and view.threat.knows_defense)
 
@@ -142,7 +147,7 @@ def _backpropagated_signals(view: ServerView, gradient: Tensors, names: list[str
 
 
 def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensors | NotApplicable:
-    """Return the image's e (P,), and what share of its equations is left over."""
+    """Return the image's e (P,), what share of its equations is left over, and how many rows there are of them."""
     weight, bias = "hypernet.layers.0.weight", "hypernet.layers.0.bias"
     if isinstance(net, JoinedNet):
         weight, bias = f"classifier.{net.joined}.condition", f"classifier.{net.joined}.inner.bias"
@@ -151,7 +156,8 @@ def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensor
     signal, outer = dense(gradient[bias]).double(), dense(gradient[weight])[:, :size].double()
     e = signal @ outer / (signal @ signal)
     residual = (outer - torch.outer(signal, e)).norm() / outer.norm().clamp_min(1e-300)
-    return {"e": e.to(dense(gradient[bias])), "residual": residual}
+    rows = effective_count(signal.square()[:, None])
+    return {"e": e.to(dense(gradient[bias])), "residual": residual, "rows": rows}
 
 
 def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read: Tensors) -> ServerView:

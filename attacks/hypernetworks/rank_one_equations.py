@@ -147,7 +147,7 @@ class HypernetUpdate:
         """
         weight = dense(self.change[TRUNK_BIAS]).square()
         seen = weight[:, None] if self.sent is None else self.sent[TRUNK_WEIGHT] * weight[:, None]
-        return float(_effective_count(seen).min())
+        return float(effective_count(seen).min())
 
     def hidden(self, embedding: Tensor) -> Tensor:
         """Return relu(W0 v + b0) (hidden,)."""
@@ -255,7 +255,7 @@ class HypernetUpdate:
 
     def back_rows(self) -> float:
         """Return how many numbers of db0 there are, counted by their weight: of one alone a length follows always."""
-        return float(_effective_count(dense(self.change[TRUNK_BIAS]).square()[:, None]))
+        return float(effective_count(dense(self.change[TRUNK_BIAS]).square()[:, None]))
 
     def back_residual(self, hidden: Tensor) -> float:
         """Return what db0 leaves of relu'(z) * sum_k W_k^T g_k, relative to it; 1 if all activations are zero."""
@@ -454,7 +454,7 @@ class LayerGradientFusion:
         return self.bias.new_ones(()) if self.sent is None else self.sent[1]
 
 
-def _effective_count(weights: Tensor) -> Tensor:
+def effective_count(weights: Tensor) -> Tensor:
     """Return how many rows of each column there are (m,), counted by what they weigh (n, m): 1 where one has it all."""
     shares = weights / weights.sum(0).clamp_min(torch.finfo(weights.dtype).tiny)
     return shares.sum(0) / shares.square().sum(0).clamp_min(torch.finfo(weights.dtype).tiny)

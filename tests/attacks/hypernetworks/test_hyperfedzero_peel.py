@@ -54,6 +54,16 @@ def test_the_embedding_is_in_the_update_noise_included(kind: str, condition: str
     assert not torch.allclose(made, client.network(view.shared, client.task.buffers)(truth.inputs, 0 * z)[1].exp()[0])
 
 
+def test_the_mean_of_two_images_stated_as_one_is_no_embedding_that_is_confirmed() -> None:
+    """A layer of one unit has one row, of which nothing is left whatever it was given."""
+    settings = {**SMALL, **STEP, "hidden": (1, 24)}
+    run = Federation(Client(worlds.task(), HyperFedZero(**settings)), [ClientData(worlds.images(2, "pair"), IMAGE)])
+    view, _ = run.observe(0)
+    result = attacks.build("unembed")(replace(view, batch_size=1, schedule=(((1,),),)))
+    assert isinstance(result, Reconstruction)
+    assert not result.verified
+
+
 @pytest.mark.parametrize("part", ["both", "extractor"])
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 def test_the_rewritten_view_is_predicted_without_label_and_noise(kind: str, part: Any) -> None:
