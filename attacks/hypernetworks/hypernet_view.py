@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -135,6 +136,7 @@ def _obeys_equations(generator: Hypernetwork, view: ServerView) -> bool:
     """
     if type(generator) is Hypernetwork:
         return True
+    generator = deepcopy(generator)  # it may keep what it was asked for
     draw, task = torch.Generator().manual_seed(0), view.client.task
     plain = Hypernetwork(**{key.name: getattr(generator, key.name) for key in fields(Hypernetwork)})
 

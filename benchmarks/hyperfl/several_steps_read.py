@@ -95,7 +95,6 @@ def peeled() -> list[Row]:
             task = fl.models.build(NETWORK, num_classes=CLASSES, seed=0)
             run = Federation(Client(task, method), data)
             for number in range(CLIENTS):
-                generator.kept.clear()  # of what `peel` tried it on
                 view, truth = run.observe(number)
                 found = off(view, truth, task, generator.mean(settings["momentum"]))
                 rows.append({"optimizer": optimizer, "work": work, "image": number, **found})
