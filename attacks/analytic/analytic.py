@@ -27,8 +27,8 @@ from attacks.update.lora_updates import refuse_lora_update
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.sparsification import leaves_out_at_random
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
-from attacks.verification.explanation import explains_under_any_loss, explains_update
 from attacks.verification.nearly_told import FAR_OUTSIDE, MOST_ALIKE_ROWS, mark_nearly_told
+from attacks.verification.replay_checks import reproduces_update, reproduces_update_under_any_loss
 from fl.defense import overrides
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -336,7 +336,7 @@ class Analytic(Attack):
         images = layer.pixels(torch.stack(kept))
         found = Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
         try:
-            return found if explains_under_any_loss(layer.view, images) else None
+            return found if reproduces_update_under_any_loss(layer.view, images) else None
         except StoppedError as stopped:
             return found.left_unchecked(str(stopped))
 
@@ -370,7 +370,7 @@ class Analytic(Attack):
                 kept.append(one)
         result = self._report(layer, kept) if len(kept) == count else None
         try:
-            return result if result is not None and explains_update(layer.view, result) else None
+            return result if result is not None and reproduces_update(layer.view, result) else None
         except StoppedError as stopped:
             return None if result is None else result.left_unchecked(str(stopped))
 

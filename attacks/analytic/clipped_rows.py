@@ -12,7 +12,7 @@ from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.update_rule import clipping_bound
 from attacks.verification.clipped_comparison import BELOW_BOUND
-from attacks.verification.explanation import explains_clipped
+from attacks.verification.replay_checks import reproduces_clipped_update
 from fl.tensors import Tensors
 
 MIN_SHARE, MIN_ROWS = 1e-2, 2
@@ -58,7 +58,7 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
     shape = view.task.output_shape
     proved = proved and math.prod(shape) > 2  # of two outputs all rows see one mixture
     proved = proved and not view.task.loss.sends_back_one_direction(shape)
-    proved = proved and explains_clipped(view, found, bound)
+    proved = proved and reproduces_clipped_update(view, found, bound)
     labels, note = single_label(view)
     said = f"{count} rows of {layer.name!r} that it left as they were agree to {residual:.1e}"
     words = f"{UNCLIPPED_ROWS}, and {said}" if proved else f"clipped by value: not confirmed, {said}"

@@ -16,7 +16,7 @@ from attacks.search_control import StoppedError, check_time_limit
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
-from attacks.verification.explanation import explains_update
+from attacks.verification.replay_checks import reproduces_update
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import LOADER
 from fl.inputs.form import InputForm
@@ -174,7 +174,7 @@ class ScaleJudgment:
                 return nearly
             nearly = replace(nearly, private=layer_input(search, self.found[0]))
             return nearly.with_note(UP_TO_BRIGHTNESS, Remark.DIRECTION_ONLY)
-        borne_out = [i for i in exact if explains_update(self.view, self.results[i]) is not False]
+        borne_out = [i for i in exact if reproduces_update(self.view, self.results[i]) is not False]
         best = (borne_out or exact)[0]
         others = [i for i in borne_out if _are_apart(self.results[best], self.results[i])]
         if self.is_told and len(exact) > 1 and not others and self.tells_factors(best):

@@ -37,9 +37,9 @@ from torch import Tensor
 from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
+from attacks.verification.eight_bit_pixels import are_levels_of_no_mixture, at_levels
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from attacks.verification.picture_changes import change_last_digit
-from attacks.verification.pixel_levels import are_levels_of_no_mixture, at_levels
 from fl.seeds import stream
 from fl.tensors import dense
 

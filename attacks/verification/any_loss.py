@@ -11,7 +11,7 @@ from attacks.labels.output_gradient import Smoothing, read_rounded_label, read_s
 from attacks.result import Reconstruction, Remark
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.comparison import comparison
-from attacks.verification.rounding import hold_to_rounding, tells_labels
+from attacks.verification.rounding import require_exact_reproduction, tells_labels
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import ANY_LOSS, AS_ROUNDED, SMOOTHED
 from fl.view import ServerView
@@ -31,11 +31,11 @@ def confirm_under_any_loss(view: ServerView, result: Reconstruction) -> Reconstr
     rounded = None if smoothed is not None or result.inputs is None else read_rounded_label(view, result.inputs)
     guesses = list(asked.guesses)
     if any(_is_explained_to_rounding(asked.check, *guess) for guess in guesses):
-        held = hold_to_rounding(easier, result)
+        held = require_exact_reproduction(easier, result)
     elif smoothed is not None and result.inputs is not None and _is_explained_smoothed(view, result.inputs, smoothed):
-        held = hold_to_rounding(view, result, smoothed.targets().to(view.device))
+        held = require_exact_reproduction(view, result, smoothed.targets().to(view.device))
     elif any(_is_explained_as_rounded(asked.check, view, rounded, *guess) for guess in guesses):
-        held = hold_to_rounding(easier, result)
+        held = require_exact_reproduction(easier, result)
     else:
         return None
     label = rounded if smoothed is None else smoothed.label

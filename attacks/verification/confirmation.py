@@ -24,20 +24,24 @@ from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.verification.any_loss import confirm_under_any_loss
 from attacks.verification.comparison import comparisons_shared, most_favorable
-from attacks.verification.explanation import (
-    explains_size,
-    explains_statistics,
-    explains_update,
-    fits_no_class,
-    fits_under_another_loss,
-    leaves_targets_unasked,
-    tells_brightness,
-)
-from attacks.verification.left_out import hold_to_sent_numbers
+from attacks.verification.left_out import require_transmitted_entries
 from attacks.verification.nearly_told import say_nearly_told
 from attacks.verification.other_pictures import doubt_other_pictures, first_guess
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried, leaves_order_open
-from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
+from attacks.verification.replay_checks import (
+    fits_no_class,
+    fits_under_another_loss,
+    leaves_targets_unasked,
+    reproduces_returned_buffers,
+    reproduces_size,
+    reproduces_update,
+    tells_brightness,
+)
+from attacks.verification.rounding import (
+    judge_coarse_update,
+    note_if_borne_out,
+    require_exact_reproduction,
+)
 from attacks.verification.unverified import say_why_unverified
 from attacks.verification.words import (
     BELOW_ROUNDING,
@@ -90,7 +94,7 @@ def confirm(view: ServerView, result: Result) -> Result:
 
 def _confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update bears it out, and no picture that a network does not see."""
-    held = _hold_to_update(view, result)
+    held = _require_reproduction(view, result)
     if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
         ruled_out = None if coarse_form(view) else False  # a miss may be no more than rounding
         return replace(held, verified=ruled_out, fixed=None, approximate=False)
@@ -99,32 +103,32 @@ def _confirm(view: ServerView, result: Result) -> Result:
     return doubt_other_pictures(view, held)
 
 
-def _hold_to_update(view: ServerView, result: Result) -> Result:
+def _require_reproduction(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update, or its stated rule, bears it out."""
     if isinstance(result, Reconstruction) and result.verified is False and (kind := coarse_form(view)):
-        return hold_to_coarse_rounding(view, result, kind)
+        return judge_coarse_update(view, result, kind)
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction):
         return result
     if is_below_rounding(view):
         verified = None if result.verified else result.verified
         return replace(result.with_note(BELOW_ROUNDING), verified=verified, fixed=None, approximate=False)
-    result = hold_to_sent_numbers(view, result)
+    result = require_transmitted_entries(view, result)
     if not (result.verified or (unstated and result.fixed is not None)):
         return note_if_borne_out(view, result)
-    answer = explains_update(view, result)
+    answer = reproduces_update(view, result)
     if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
-        said = {past.round: explains_update(past, result) for past in earlier}
+        said = {past.round: reproduces_update(past, result) for past in earlier}
         view = next((past for past in earlier if said[past.round]), view)
         answer = most_favorable(said.values())
     moved = without_unmoved(view)
-    if answer is False and moved is not view and (explains_update(moved, result) or tells_brightness(moved, result)):
+    if answer is False and moved is not view and (reproduces_update(moved, result) or tells_brightness(moved, result)):
         still = STILL.format(", ".join([name for name in view.update if name not in moved.update][:MOST_NAMED]))
-        return _hold_to_update(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
-    sized = not is_sign_compressed(view) or explains_size(view, result) is not False  # signs have a direction, too
+        return _require_reproduction(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
+    sized = not is_sign_compressed(view) or reproduces_size(view, result) is not False  # signs have a direction, too
     if sized and (answer or (answer is None and tells_brightness(view, result))):
-        held = hold_to_rounding(view, result)
-        if _may_be_fewer_copies(held) and not (explains_size(view, result) and _all_copies_speak(view, result)):
+        held = require_exact_reproduction(view, result)
+        if _may_be_fewer_copies(held) and not (reproduces_size(view, result) and _all_copies_speak(view, result)):
             held = held.with_note(COPIES_UNCOUNTED).without_remarks({Remark.LABELS_CONFIRMED})
             return replace(held, verified=None, fixed=None, approximate=bool(held.verified or held.approximate))
         return held
@@ -133,7 +137,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         if found is not None:
             return found
     kind = coarse_form(view) if answer is False else ""
-    return hold_to_coarse_rounding(view, result, kind) if kind else _hold_to_doubt(view, result, answer)
+    return judge_coarse_update(view, result, kind) if kind else _withdraw_with_reason(view, result, answer)
 
 
 def _may_be_fewer_copies(result: Reconstruction) -> bool:
@@ -159,8 +163,8 @@ def _all_copies_speak(view: ServerView, result: Reconstruction) -> bool:
     return bool((flowing > least * flowing.sum()).all())
 
 
-def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -> Reconstruction:
-    """Return a result that the update does not bear out, with the reason; held to rounding where there is none.
+def _withdraw_with_reason(view: ServerView, result: Reconstruction, answer: bool | None) -> Reconstruction:
+    """Return a result that the update does not bear out, with the reason; without one it is checked to rounding.
 
     Args:
         view: the view that was attacked.
@@ -169,7 +173,7 @@ def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None
     """
     reason, other = _find_doubt(view, result, answer)
     if not reason:
-        return hold_to_rounding(view, result)
+        return require_exact_reproduction(view, result)
     contradicted = answer is False and reason not in {LABELS_UNTRIED, ORDER_UNTOLD}
     unasked = (other and not contradicted) or reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}
     remarks = {
@@ -199,11 +203,11 @@ def _find_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -
         if not refused and fits_no_class(view, result) and fits_under_another_loss(view, result):
             return f"not confirmed: {UNDER_ANOTHER_LOSS}", True
         return TARGETS_REFUSED if refused else TARGETS_UNKNOWN, False
-    if explains_statistics(view, result) is False:
+    if reproduces_returned_buffers(view, result) is False:
         return STATISTICS_CONTRADICTED, False
     if not view.threat.knows_optimizer:
         return RULE_UNKNOWN, False
-    if (sized := explains_size(view, result)) is False:
+    if (sized := reproduces_size(view, result)) is False:
         return SIZE_UNSTATED if view.scale_unknown else SIZE_CONTRADICTED, False
     # a uniform image's gradient looks like signs, too, but another rule's has another size
     return f"{RULE_DOUBTED} {looks}" if looks and not sized else "", False

@@ -27,10 +27,10 @@ from attacks.network.pixel_map import gray_picture
 from attacks.result import Reconstruction
 from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import coarse_form
+from attacks.verification.eight_bit_pixels import at_levels
 from attacks.verification.error_bounds import MOST_LAST_DIGIT_DRAWS
-from attacks.verification.explanation import compare_lower_layers, explains_statistics
 from attacks.verification.level_lines import pictures_on_lines
-from attacks.verification.pixel_levels import at_levels
+from attacks.verification.replay_checks import compare_lower_layers, reproduces_returned_buffers
 from attacks.verification.same_outputs import WholeNetwork
 from attacks.verification.scale_directions import MOST_CHANNELS, Closeness, ScaleDirections, scale_directions
 from attacks.verification.update_comparison import UpdateComparison
@@ -103,7 +103,7 @@ def _with_statistics(view: ServerView, asked: Closeness) -> Closeness:
         return asked
 
     def exceeds(pictures: Tensor) -> bool:
-        return asked.exceeds(pictures) or explains_statistics(view, Reconstruction(inputs=pictures)) is False
+        return asked.exceeds(pictures) or reproduces_returned_buffers(view, Reconstruction(inputs=pictures)) is False
 
     return replace(asked, exceeds=exceeds)
 

@@ -19,7 +19,7 @@ from attacks.result import Reconstruction
 from attacks.update.float_rounding import rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.comparison import can_replay
-from attacks.verification.pixel_levels import at_levels
+from attacks.verification.eight_bit_pixels import at_levels
 from attacks.verification.possible_labels import taken_labels
 from attacks.verification.step_prediction import StepPredictor
 from attacks.verification.update_comparison import UpdateComparison
@@ -81,7 +81,7 @@ class SentComparison(UpdateComparison):
         return SentPredictor(self.view, self.sent)
 
 
-def hold_to_sent_numbers(view: ServerView, result: Reconstruction) -> Reconstruction:
+def require_transmitted_entries(view: ServerView, result: Reconstruction) -> Reconstruction:
     """Return a result, not verified where one step on it does not make what a known defense let through.
 
     Where nothing was left out, or such a step can't be taken, it is returned as it is.

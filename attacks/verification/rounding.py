@@ -10,8 +10,8 @@ from torch import Tensor
 from attacks.result import Reconstruction, Remark
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, comparison
+from attacks.verification.eight_bit_pixels import are_between_levels, are_levels_of_no_mixture, at_levels
 from attacks.verification.label_comparison import tells_every_picture, tells_other_labels
-from attacks.verification.pixel_levels import are_between_levels, are_levels_of_no_mixture, at_levels
 from attacks.verification.update_comparison import PAIR_DISTANCE, UNLIKE_DISTANCE, UpdateComparison
 from attacks.verification.words import (
     BEYOND_ROUNDING,
@@ -34,7 +34,9 @@ FAR_APART = 5.0
 """How many times the distance at which pairs must be noticed, at which those that are not count as unlike."""
 
 
-def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor | None = None) -> Reconstruction:
+def require_exact_reproduction(
+    view: ServerView, result: Reconstruction, targets: Tensor | None = None
+) -> Reconstruction:
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
     Pictures at levels of 8 bits count as no means of others: only those of pictures are that differ by even numbers of
@@ -129,7 +131,7 @@ def tells_labels(view: ServerView) -> bool:
     return not view.task.loss.sends_back_one_direction(view.task.output_shape)
 
 
-def hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:
+def judge_coarse_update(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:
     """Return a result on an update that was sent in two bytes a number or less, which is never verified.
 
     It is borne out where one step on it leaves no more than that rounding, and other pictures leave more. Where the
@@ -138,7 +140,7 @@ def hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str)
     asked = None if view.private or view.dtype.itemsize < 4 else comparison(view, replace(result, verified=True))
     guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
     explained = [guess for guess in guesses if asked is not None and asked.check.is_explained_to_rounding(*guess)]
-    told = asked.check.told_distance(*explained[0]) if asked is not None and explained else None
+    told = asked.check.distinguishable_distance(*explained[0]) if asked is not None and explained else None
     pictured = result.inputs is not None and view.task.inputs.is_image
     if asked is not None and told is not None and _may_be_mixture(asked.check, *explained[0], pictured=pictured):
         return _as_mixture(result, UNLIKE_HIDDEN_BY.format(kind))

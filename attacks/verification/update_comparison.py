@@ -205,7 +205,7 @@ class UpdateComparison:
         Args:
             images: (N, C, H, W).
             labels: (N,).
-            distance: root mean square, in the unit of `told_distance`.
+            distance: root mean square, in the unit of `distinguishable_distance`.
         """
         made, allowed = self.bounds.predict_exactly(images, labels)
         factor = self.best_factor(made, allowed)
@@ -250,7 +250,7 @@ class UpdateComparison:
                 return False
         return True
 
-    def told_distance(self, images: Tensor, labels: Tensor) -> float | None:
+    def distinguishable_distance(self, images: Tensor, labels: Tensor) -> float | None:
         """Return the distance at which images no longer explain the update; None if even the largest one tried does.
 
         Others are brighter and darker, or differ at random, slowly or quickly over the picture.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attacks.result import Reconstruction
 from attacks.verification.any_loss import confirm_under_any_loss
-from attacks.verification.explanation import explains_under_any_loss
+from attacks.verification.replay_checks import reproduces_update_under_any_loss
 from fl.runtime.double_precision import PrecisionError
 from fl.types import Truth
 from fl.view import ServerView
@@ -27,7 +27,7 @@ def describe_other_loss(view: ServerView, truth: Truth) -> str:
         return ""
     try:
         if len(images) > 1:
-            return OTHER_LOSS if explains_under_any_loss(view, images) else ""
+            return OTHER_LOSS if reproduces_update_under_any_loss(view, images) else ""
         found = confirm_under_any_loss(view, Reconstruction(inputs=images, verified=True))
     except PrecisionError:
         return ""

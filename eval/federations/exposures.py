@@ -15,7 +15,7 @@ from attacks.update.first_linear_layer import first_linear
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification.explanation import contradicts_features
+from attacks.verification.replay_checks import contradicts_features
 from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK
 from fl.tensors import dense
 from fl.view import ServerView

@@ -83,7 +83,7 @@ def test_what_an_attack_holds_to_the_update_itself_is_kept_where_the_time_limit_
     two = from_batch(net, pictures, torch.tensor([1, 2]))[0]
     monkeypatch.setattr("attacks.analytic.single_image_rows.SingleImageRows.holds_single_image", lambda *_, **__: False)
     assert build("analytic")(two).verified is True
-    monkeypatch.setattr("attacks.analytic.analytic.explains_update", stop)
+    monkeypatch.setattr("attacks.analytic.analytic.reproduces_update", stop)
     found = build("analytic")(two)
     assert isinstance(found, Reconstruction), found
     assert found.verified is None

@@ -246,7 +246,7 @@ def test_the_search_of_the_size_ends_at_the_time_limit(monkeypatch: pytest.Monke
     assert "up to a factor" in proved_exposures("analytic", result, view)[0].words
 
 
-@pytest.mark.parametrize("where", ["tells_brightness", "explains_update", "ScaleSearch.tells_pairs_apart"])
+@pytest.mark.parametrize("where", ["tells_brightness", "reproduces_update", "ScaleSearch.tells_pairs_apart"])
 def test_a_picture_that_was_found_is_kept_where_the_time_limit_comes_while_it_is_judged(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

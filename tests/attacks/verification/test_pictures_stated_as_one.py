@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction, Remark, build
 from attacks.verification.confirmation import confirm
+from attacks.verification.eight_bit_pixels import are_between_levels, at_levels
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
-from attacks.verification.pixel_levels import are_between_levels, at_levels
 from attacks.verification.words import MORE_THAN_ROUNDING, PAIRS_HIDDEN, UNLIKE_HIDDEN
 from fl.capture import CapturedUpdateSettings, from_update
 from fl.methods.fedavg import FedAvg

@@ -28,7 +28,7 @@ from fl.tensors import Tensors, dense
 from fl.view import ServerView
 
 
-def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
+def reproduces_update(view: ServerView, result: Reconstruction) -> bool | None:
     """Return whether the update is one step on the result's images, and on no darker or brighter ones.
 
     It is None if nothing tells. Of classes whose number is beyond `MAX_TRIED_LABELS` only the first are tried where the
@@ -38,12 +38,12 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     images but what a linear layer is given, the layers from that one up are.
     """
     if view.private:
-        return _explains_lower_layers(view, result)
+        return _reproduces_lower_layers(view, result)
     asked = comparison(view, result)
     return None if asked is None else most_favorable(asked.check.is_explained(*guess) for guess in asked.guesses)
 
 
-def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
+def _reproduces_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
     """Return what the layers below a private classifier say of images."""
     asked = None if result.inputs is None else compare_lower_layers(view, result.inputs, whole=result.verified is True)
     return None if asked is None else asked.check.is_explained(*next(iter(asked.guesses)))
@@ -84,10 +84,10 @@ def contradicts_features(view: ServerView, result: Reconstruction, layer: str) -
     if isinstance(first, NotApplicable) or first.name != layer:
         return bool(guess_update_rule(view))
     alone = {"features": result.private[f"features/{layer}"]}
-    return explains_update(view, replace(result, inputs=None, private=alone, verified=None, fixed=None)) is False
+    return reproduces_update(view, replace(result, inputs=None, private=alone, verified=None, fixed=None)) is False
 
 
-def explains_clipped(view: ServerView, features: Tensor, bound: float) -> bool:
+def reproduces_clipped_update(view: ServerView, features: Tensor, bound: float) -> bool:
     """Return whether inputs of the first linear layer make the update, to its rounding, of a gradient clipped by value.
 
     All layers from that one up are asked. Two unlike inputs, stated as one, must leave more.
@@ -105,7 +105,7 @@ def explains_clipped(view: ServerView, features: Tensor, bound: float) -> bool:
     return asked is not None and any(is_explained_clipped(asked.check, *guess, bound) for guess in guesses)
 
 
-def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
+def reproduces_size(view: ServerView, result: Reconstruction) -> bool | None:
     """Return whether the update is as large as the stated step makes it of the result's images.
 
     It is None if that is not known.
@@ -126,7 +126,7 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     return most_favorable(sized(*guess) for guess in guesses)
 
 
-def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None:
+def reproduces_returned_buffers(view: ServerView, result: Reconstruction) -> bool | None:
     """Return whether the buffers that came back are those after a step on the result's images.
 
     It is None if none came back, or one step on the images can't be taken.
@@ -154,8 +154,8 @@ def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None
 def tells_brightness(view: ServerView, result: Reconstruction) -> bool:
     """Return whether a picture makes the update to its rounding, and none brighter or darker by a quarter of a level.
 
-    `explains_update` allows what a picture a quarter of a level off leaves, beside which a change of brightness may not
-    show.
+    `reproduces_update` allows what a picture a quarter of a level off leaves, beside which a change of brightness may
+    not show.
     """
     asked = None if view.private or view.batch_size != 1 else comparison(view, result)
     if asked is None or result.inputs is None:
@@ -163,7 +163,7 @@ def tells_brightness(view: ServerView, result: Reconstruction) -> bool:
     return any(asked.check.tells_brightness_to_a_level(*guess) for guess in asked.guesses)
 
 
-def explains_under_any_loss(view: ServerView, images: Tensor) -> bool:
+def reproduces_update_under_any_loss(view: ServerView, images: Tensor) -> bool:
     """Return whether a batch makes the update with what flows back into its outputs taken from the update.
 
     Args:
@@ -182,7 +182,7 @@ def fits_under_another_loss(view: ServerView, result: Reconstruction) -> bool:
 
     That confirms nothing: mixtures of the pictures may do so as well.
     """
-    return result.inputs is not None and explains_under_any_loss(view, result.inputs)
+    return result.inputs is not None and reproduces_update_under_any_loss(view, result.inputs)
 
 
 def fits_no_class(view: ServerView, result: Reconstruction) -> bool:
