@@ -55,6 +55,8 @@ class Remark(StrEnum):
     """Another picture makes the same update to the last digit: its parts in another order, its mirror, its negative."""
     UNCHECKED = "unchecked"
     """The time limit or an interrupt came before the replay, so that it is unknown whether the picture is right."""
+    UNCOMPARED = "uncompared"
+    """The network can't be run on other pictures, so that it is unknown which of them it confuses with this one."""
     NEARLY_TOLD = "nearly told"
     """The picture explains nearly all of the layers that it was read from; the residual is small, but not rounding."""
     LABELS_CONFIRMED = "labels confirmed"

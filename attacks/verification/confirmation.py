@@ -81,7 +81,8 @@ def confirm(view: ServerView, result: Result) -> Result:
         result: of the attack on the view.
     """
     if isinstance(result, Reconstruction):
-        result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE, Remark.ONE_OF_SEVERAL})
+        said_before = {Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE, Remark.ONE_OF_SEVERAL, Remark.UNCOMPARED}
+        result = result.without_remarks(said_before)
     try:
         with function_errors_named(), comparisons_shared():
             held = _confirm(view, result)

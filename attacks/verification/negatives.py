@@ -27,7 +27,7 @@ GRAY = 0.5
 
 
 def has_negative(
-    view: ServerView, result: Reconstruction, check: UpdateComparison, labels: Tensor, network: WholeNetwork
+    view: ServerView, result: Reconstruction, check: UpdateComparison, labels: Tensor, network: WholeNetwork | None
 ) -> bool:
     """Return whether the negative of one of a result's pictures makes the update as well.
 
@@ -38,8 +38,11 @@ def has_negative(
         result: with pictures that the update bears out.
         check: the comparison with it.
         labels: with which these do.
-        network: and what it returns of them.
+        network: and what it returns of them; None where it does not run on them. Then the update alone can tell, and
+            behind a private classifier nothing can.
     """
+    if network is None:
+        return not view.private and _has_negative_by_update(view, result, check, labels)
     for others in negatives(view, network.images):
         another = are_others(others, network.images)
         others = network.put(others, another)
@@ -47,6 +50,18 @@ def has_negative(
         if bool(same.any()) and network.makes_update(view, check, network.put(others, same), labels):
             return True
         if bool(opposite.any()) and _makes_with_others(view, result, network.put(others, opposite)):
+            return True
+    return False
+
+
+def _has_negative_by_update(view: ServerView, result: Reconstruction, check: UpdateComparison, labels: Tensor) -> bool:
+    """Return whether the negatives of all pictures make the update, by the update alone."""
+    assert result.inputs is not None
+    images = result.inputs.double()
+    for others in negatives(view, images):
+        another = are_others(others, images)
+        put = torch.where(another[:, None, None, None], others, images)
+        if bool(another.any()) and (makes_update(check, put, labels) or _makes_with_others(view, result, put)):
             return True
     return False
 

@@ -17,7 +17,7 @@ from attacks.verification.comparison import comparison
 from attacks.verification.contrasts import Contrast, ask_contrast
 from attacks.verification.negatives import has_negative
 from attacks.verification.rearrangements import has_rearranged
-from attacks.verification.same_outputs import WholeNetwork
+from attacks.verification.same_outputs import DIFFERENT, WholeNetwork
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     CHANNELS_CONTRAST_LOOSE,
@@ -30,6 +30,7 @@ from attacks.verification.words import (
     NEGATIVE,
     REARRANGED,
     SHIFT_OPEN,
+    UNCOMPARED,
     UNSEEN,
 )
 from fl.view import ServerView
@@ -150,6 +151,13 @@ def first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateCompari
     return None if asked is None or guess is None else (asked.check, *guess)
 
 
+def _doubt_uncompared(found: _BorneOut) -> Doubt | None:
+    """Nothing tells which others are confused with the pictures, as the server knows a part of the network alone."""
+    if not found.view.private or found.network is not None:
+        return None
+    return Doubt(UNCOMPARED, remarks=frozenset({Remark.UNCOMPARED}), near=False)
+
+
 def _doubt_folds(found: _BorneOut) -> Doubt | None:
     """Other values of some pixel come out the same."""
     if found.pixels.kind == "folded":
@@ -157,8 +165,13 @@ def _doubt_folds(found: _BorneOut) -> Doubt | None:
     if found.pixels.kind != "unknown" or not found.held.verified or found.guess is None:
         return None
     check, images, labels = found.guess
-    doubled = any(check.is_explained_to_rounding(other, labels) for other in doubles(images))
-    return Doubt(FOLDED) if doubled else None
+    network = found.network if found.view.private else None
+    asked = images if network is None else network.images
+    others = (other for other in doubles(asked) if bool(((other - asked).abs() > DIFFERENT).any()))
+    for other in others:
+        if check.is_explained_to_rounding(other, labels) if network is None else bool(network.same(other).all()):
+            return Doubt(FOLDED)
+    return None
 
 
 def _doubt_lost_pixels(found: _BorneOut) -> Doubt | None:
@@ -180,7 +193,11 @@ def _doubt_unseen_numbers(found: _BorneOut) -> Doubt | None:
     """Some numbers change nothing in the update."""
     held = found.held
     asked = found.pixels.kind == "unknown" or (held.approximate and held.fixed is None)
-    unseen = found.guess[0].count_unseen(*found.guess[1:]) if asked and found.guess is not None else 0
+    unseen = 0
+    if asked and found.view.private:
+        unseen = 0 if found.network is None else found.network.count_unseen()
+    elif asked and found.guess is not None:
+        unseen = found.guess[0].count_unseen(*found.guess[1:])
     return Doubt(UNSEEN, held.inputs.numel() - unseen) if unseen and held.inputs is not None else None
 
 
@@ -193,10 +210,9 @@ def _doubt_order(found: _BorneOut) -> Doubt | None:
 
 def _doubt_sign(found: _BorneOut) -> Doubt | None:
     """The negative makes the update."""
-    guess, network = found.guess, found.network
-    if guess is None or network is None:
-        return None
-    return Doubt(NEGATIVE) if has_negative(found.view, found.held, guess[0], guess[2], network) else None
+    guess = found.guess
+    negative = guess is not None and has_negative(found.view, found.held, guess[0], guess[2], found.network)
+    return Doubt(NEGATIVE) if negative else None
 
 
 def _doubt_contrast(found: _BorneOut) -> Doubt | None:
@@ -213,6 +229,7 @@ def _doubt_contrast(found: _BorneOut) -> Doubt | None:
 
 
 CHECKS: tuple[Callable[[_BorneOut], Doubt | None], ...] = (
+    _doubt_uncompared,
     _doubt_folds,
     _doubt_lost_pixels,
     _doubt_unseen_numbers,

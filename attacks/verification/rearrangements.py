@@ -42,7 +42,8 @@ def has_rearranged(
         images: (N, C, H, W).
         labels: with which they do.
         fixed: the numbers that are told, where an attack says so: another order of the rest is no news.
-        network: and what it returns of the images; None where that can't be told.
+        network: and what it returns of the images; None where it does not run on them. Then the update alone can tell,
+            and behind a private classifier nothing can.
     """
     if network is None and view.private:
         return False

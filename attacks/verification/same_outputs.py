@@ -9,12 +9,14 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attacks.network.layer_chain import trace_view
+from attacks.network.autograd_support import AUTOGRAD_ERRORS
+from attacks.network.layer_chain import load_sent_weights, trace_view
 from attacks.network.operation_trace import MODEL_ERRORS, Node
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
-from attacks.verification.update_comparison import UpdateComparison
+from attacks.verification.update_comparison import UNSEEN_SLOPE, UpdateComparison
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -53,18 +55,29 @@ class WholeNetwork:
 
     @classmethod
     def of(cls, view: ServerView, images: Tensor) -> WholeNetwork | None:
-        """Return the network of a view with pictures (N, C, H, W), or None where it can't be told."""
-        found = trace_view(view, view.device)
+        """Return the network of a view with pictures (N, C, H, W), or None where it does not run on them.
+
+        A network that can't be traced is run as it is, if it returns the same for the same pictures.
+        """
+        found, images = trace_view(view, view.device), images.double()
         if isinstance(found, NotApplicable):
-            return None
-        model, images = copy.deepcopy(found[0]), images.double()  # in training mode it counts statistics
+            model = load_sent_weights(view.client.network_in(torch.float64, view.device), view)
+        else:
+            model = copy.deepcopy(found[0])  # in training mode it counts statistics
         draw = stream(0, "private parameters")
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if name in view.private:  # of which the server has zeros; large ones would close what comes above
                     drawn = torch.randn(value.shape, generator=draw, dtype=torch.float64)
                     value.copy_(drawn * value.shape[1:].numel() ** -0.5)
-            return cls(model, images, model(images), not any(map(_has_steps, found[1].nodes)))
+            if not isinstance(found, NotApplicable):
+                return cls(model, images, model(images), not any(map(_has_steps, found[1].nodes)))
+            try:
+                outputs, again = model(images), model(images)
+            except MODEL_ERRORS:
+                return None
+            network = cls(model, images, outputs)
+            return network if outputs.shape == again.shape and bool(network.same(images).all()) else None
 
     @cached_property
     def _single(self) -> tuple[nn.Module, float] | None:
@@ -113,6 +126,18 @@ class WholeNetwork:
         limit, count = max(least, SAME_OUTPUT) * self.outputs.abs().max(), len(self.images)
         each = far.reshape(count, -1).amax(1) if len(far) == count else far.amax().expand(count)
         return each <= limit
+
+    def count_unseen(self) -> int:
+        """Return how many numbers of the images change no output, by one gradient of a random sum of these."""
+        inputs, draw = self.images.detach().requires_grad_(), stream(0, "unseen")
+        try:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                drawn = torch.randn(self.outputs.shape, generator=draw, dtype=torch.float64).to(self.outputs)
+                (slopes,) = torch.autograd.grad((self.model(inputs) * drawn).sum(), inputs, materialize_grads=True)
+        except AUTOGRAD_ERRORS:  # nobody can tell without derivatives
+            return 0
+        largest = float(slopes.abs().max())
+        return int((slopes.abs() <= UNSEEN_SLOPE * largest).sum()) if largest else 0
 
     def makes_update(self, view: ServerView, check: UpdateComparison, others: Tensor, labels: Tensor) -> bool:
         """Return whether others make the update or, where the server knows a part of the network, have the same output.

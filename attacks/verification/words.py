@@ -120,6 +120,10 @@ CHANNELS_CONTRAST_LOOSE = (
     "the picture is known up to brightness and contrast of its channels: pictures in which those of a channel are "
     "others make the update as nearly as it does"
 )
+UNCOMPARED = (
+    "not confirmed: the network does not run on other pictures, or returns something else for one each time, so that "
+    "nobody can tell which others it confuses with this one"
+)
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
 SHIFT_OPEN = f"{FEWER_GIVEN}, and not how bright the picture is"
 CHANNELS_SHIFT_OPEN = f"{FEWER_GIVEN}, and not how bright its channels are"

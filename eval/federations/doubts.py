@@ -48,6 +48,11 @@ UNCHECKED = (
     "more (seconds)"
 )
 """Why nothing is proved of what nobody has checked."""
+UNCOMPARED = (
+    "nobody can say what it shows: what was found explains the layers that are known, and the network does not run on "
+    "other pictures, so that nobody can tell which of these it confuses with it ({})"
+)
+"""Likewise where others can't be tried."""
 COMPRESSED = (
     "nobody can say what it shows: {}. Who knows how it was made may find examples by a search: state that, or "
     "audit the recorded file by hyperleak audit update"
@@ -228,8 +233,11 @@ def _doubt_of_nearly(found: Mapping[str, Result], view: ServerView) -> str:
 def _doubt_of_unchecked(found: Mapping[str, Result]) -> str:
     """Return that an attack found what nobody had the time to check."""
     results = {name: result for name, result in found.items() if isinstance(result, Reconstruction)}
-    open_ones = (name for name, one in results.items() if one.verified is None and Remark.UNCHECKED in one.remarks)
-    return next((UNCHECKED.format(name) for name in open_ones), "")
+    for remark, words in ((Remark.UNCHECKED, UNCHECKED), (Remark.UNCOMPARED, UNCOMPARED)):
+        for name, one in results.items():
+            if one.verified is None and remark in one.remarks:
+                return words.format(name)
+    return ""
 
 
 def contradicts_facts(result: Result, view: ServerView) -> bool:

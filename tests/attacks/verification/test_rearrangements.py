@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.base import Reconstruction, build
+from attacks.base import NotApplicable, Reconstruction, Remark, build
+from attacks.network.layer_chain import trace_view
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.confirmation import confirm
+from attacks.verification.negatives import has_negative
 from attacks.verification.rearrangements import has_rearranged, rearranged
 from attacks.verification.same_outputs import WholeNetwork
 from attacks.verification.update_comparison import UpdateComparison
@@ -33,6 +36,13 @@ class Points(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.second(torch.tanh(self.first(x.mT) + self.places)))
         return self.head(x.sum(1))
+
+
+class Absolute(nn.Module):
+    """Takes absolute values about a middle gray."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 0.5).abs()
 
 
 class Compared(nn.Module):
@@ -57,6 +67,19 @@ class Turned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         maps = [functional.conv2d(x, self.first.weight.rot90(turn, (2, 3)), self.first.bias) for turn in self.turns]
         return self.head(torch.stack([torch.tanh(one).square().mean((2, 3)) for one in maps]).sum(0))
+
+
+class Branching(Points):
+    """Points whose sum goes another way in bright pictures than in dark ones, and changes with each pass if told so."""
+
+    def __init__(self, *, placed: bool = False, drifting: bool = False) -> None:
+        super().__init__(placed=placed)
+        self.drift, self.drifting = 0.0, drifting
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drift += 0.01 * self.drifting
+        returned = super().forward(x)
+        return returned + self.drift if float(x.detach().mean()) > 0.3 else returned.square()
 
 
 def moved_around() -> nn.Module:
@@ -142,6 +165,53 @@ def test_behind_a_private_classifier_the_layers_below_tell_whether_order_is_know
     check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
     network = WholeNetwork.of(view, truth.inputs)
     assert has_rearranged(view, check, truth.inputs, truth.labels, network=network) is not placed
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_network_that_can_not_be_traced_is_run_behind_a_private_classifier(placed: bool) -> None:
+    model = Branching(placed=placed)
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]), method=FedPer(steps=1, batch_size=None))
+    assert isinstance(trace_view(view), NotApplicable)
+    held = confirm(view, Reconstruction(inputs=truth.inputs, verified=True))
+    assert isinstance(held, Reconstruction)
+    assert held.verified is (True if placed else None)
+    assert ("another order" in held.note) is not placed
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_pixels_that_the_layers_below_a_private_classifier_skip_are_counted(stride: int) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 16, 2, stride=stride), nn.Tanh(), nn.Flatten(), nn.LazyLinear(4))
+    images = values(1, 1, 6, 6)
+    model(images)
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, images, torch.tensor([1]), method=FedPer(steps=1, batch_size=None))
+    network = WholeNetwork.of(view, truth.inputs)
+    assert network is not None
+    assert network.count_unseen() == (0 if stride == 1 else 36 - 4 * 4)
+
+
+def test_a_negative_is_asked_of_the_update_where_the_network_can_not_be_run() -> None:
+    model = nn.Sequential(Absolute(), nn.Flatten(), nn.Linear(36, 4))
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, values(1, 1, 6, 6), torch.tensor([1]))
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    right = Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True)
+    assert has_negative(view, right, check, truth.labels, None)
+    other = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    assert not has_negative(view, replace(right, inputs=0.9 * truth.inputs), other, truth.labels, None)
+
+
+def test_where_others_can_not_be_tried_behind_a_private_classifier_nothing_is_verified() -> None:
+    model = Branching(placed=True, drifting=True)
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]), method=FedPer(steps=1, batch_size=None))
+    right = Reconstruction(inputs=truth.inputs, verified=True)
+    held = confirm(view, right)
+    assert isinstance(held, Reconstruction)
+    assert (held.verified, held.approximate) == (None, False)
+    assert Remark.UNCOMPARED in held.remarks
+    assert "does not run on other" in held.note
 
 
 def test_points_that_an_attack_found_in_another_order_are_not_verified() -> None:

@@ -10,11 +10,13 @@ import torch
 from support import recorded as support
 from torch import nn
 
+from attacks.base import Reconstruction, Remark
 from defenses.prune import Prune
 from defenses.qsgd import QSGD
 from defenses.quantize import Quantize
 from defenses.signsgd import SignSGD
 from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.doubts import find_doubt
 from eval.federations.screening import Screener
 from fl.defense import Defense
 from fl.seeds import stream
@@ -143,3 +145,12 @@ def test_biases_alone_are_held_against_what_an_example_has() -> None:
     )
     found = Screener(model=lambda: table, input_shape=(4,), seconds=2)(row)
     assert (found.verdict, "biases alone came back" in found.reason) == ("not decided", True)
+
+
+def test_what_others_could_not_be_compared_with_is_not_decided() -> None:
+    model = support.dense_network()
+    recorded = support.recorded(model)
+    view = screener(model)._case(recorded).subject.view
+    found = Reconstruction(inputs=None, remarks=frozenset({Remark.UNCOMPARED}))
+    doubt = find_doubt(recorded.training, view, {"analytic": found}, None)
+    assert "nobody can tell which of these it confuses with it (analytic)" in doubt
