@@ -238,17 +238,6 @@ def table_row(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _states(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return which kinds met which state of the attacks' code."""
-    kinds: dict[str, list[str]] = {}
-    for row in rows:
-        own = kinds.setdefault(row.get("attacks") or "unknown", [])
-        own += [row["kind"]] if row["kind"] not in own else []
-    return table(
-        ["state of the attacks' code", "networks"], [[f"`{state}`", "; ".join(k)] for state, k in kinds.items()]
-    )
-
-
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the results in words."""
     body = [[kind, *table_row(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
@@ -266,9 +255,8 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         *table([*head, "features", "median seconds", "what it said"], body),
         *(["", f"Not measured: {'; '.join(missing)}."] if missing else []),
         "",
-        "`git rev-parse --short HEAD:attacks` names the state of a checkout.",
-        "",
-        *_states(rows),
+        "Images met several states of the attack's code. `cascade_ends.json` names the state for every image "
+        "(`attacks`), and `git rev-parse --short HEAD:attacks` that of a checkout.",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ PEER = "breaching"
 """The attack that is another project's code."""
 TESTED = "backsolve"
 """The attack that the goals are for."""
+RESULTS = "residual.json"
+"""The file of all figures, beside the page."""
 Rows = Sequence[dict[str, Any]]
 
 
@@ -30,7 +33,6 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
     """
     found = [(case, _of(rows, case, case.attack(tested))) for case in cases]
     own = [row for _, measured in found for row in measured]
-    usual = _usual(own)
     wrong = sum(row.get("false", False) for row in rows)
     proven = sum(row.get("verified", False) for row in rows)
     false = f"False `verified` over all rows and attacks: {wrong}, of {proven} that said it."
@@ -60,18 +62,16 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "",
         false,
         "",
-        *_star(own),
+        *_states(own),
         "## With a goal",
         "",
-        *_table([(case, rows) for case, rows in found if case.goal], usual, goals=True),
+        *_table([(case, rows) for case, rows in found if case.goal], goals=True),
         "",
         "## To know",
         "",
-        *_table([(case, rows) for case, rows in found if rows and not case.goal], usual, goals=False),
+        *_table([(case, rows) for case, rows in found if rows and not case.goal], goals=False),
         *_beside(cases, rows, tested),
-        *_reasons(cases, rows),
-        "",
-        *_states(cases, own, tested),
+        *_reasons(cases, rows, tested),
     ]
 
 
@@ -80,16 +80,25 @@ def _of(rows: Rows, case: Case, attack: str) -> Rows:
     return [row for row in rows if row["case"] == case.name and row["attack"] == attack]
 
 
-def _table(found: Sequence[tuple[Case, Rows]], usual: str | None, *, goals: bool) -> list[str]:
-    head = ["victim", "batch", "what is sent", "victims", *(["goal"] if goals else []), "exact", f"above {CLOSE} dB"]
+def _table(found: Sequence[tuple[Case, Rows]], *, goals: bool) -> list[str]:
+    head = [
+        "row",
+        "victim",
+        "batch",
+        "what is sent",
+        "victims",
+        *(["goal"] if goals else []),
+        "exact",
+        f"above {CLOSE} dB",
+    ]
     head += ["median dB (least)", "labels right", "victims verified", "false", "without a picture"]
     head += ["median seconds (most)", *(["met"] if goals else [])]
     body = []
     for case, rows in found:
         goal = [words(case.goal)] if case.goal else []
         met = [_met(case, rows)] if case.goal else []
-        star = " *" if any(state(row) != usual for row in rows) else ""
-        body.append([case.title + star, case.batch, case.setting, _count(case, rows), *goal, *line(case, rows), *met])
+        about = [f"`{case.name}`", case.title, case.batch, case.setting]
+        body.append([*about, _count(case, rows), *goal, *line(case, rows), *met])
     return table(head, body) if body else ["Nothing was measured so far."]
 
 
@@ -180,14 +189,24 @@ def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
             shown = f"{statistics.median(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})" if psnr else "-"
             seconds = [f"{statistics.median(row['seconds'] for row in own):.1f}" for own in (others, exact) if own]
             level = f"{statistics.median(_psnr(case, exact)):.0f}" if exact else "-"
-            about = [case.title, case.batch, case.setting, attack, len(others), shown, seconds[0]]
+            about = [f"`{case.name}`", case.title, case.batch, case.setting]
+            about += [attack, len(others), shown, seconds[0]]
             body.append([*about, level, seconds[1] if exact else "-"])
     if not body:
         return []
-    head = ["victim", "batch", "what is sent", "attack", "victims", "median dB (least to most)", "median seconds"]
+    head = [
+        "row",
+        "victim",
+        "batch",
+        "what is sent",
+        "attack",
+        "victims",
+        "median dB (least to most)",
+        "median seconds",
+    ]
     head += [f"`{tested}` on the same: median dB", "median seconds"]
     text = "Attacks are ours, by the settings named."
-    if any(about[3].startswith(PEER) for about in body):
+    if any(str(about[4]).startswith(PEER) for about in body):
         text += (
             f" But `{PEER}` is the peer's own code: its attack `invertinggradients` with its own settings but for the "
             "iterations named, and told the label."
@@ -195,19 +214,32 @@ def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
     return ["", "## Searches on the same victims", "", text, "", *table(head, body)]
 
 
-def _reasons(cases: Sequence[Case], rows: Rows) -> list[str]:
-    """Return what was said where there was no picture, and what was noted beside one."""
-    lines = []
+def _reasons(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
+    """Return what was said where there was no picture, and what was noted beside one; what is said most comes first."""
+    said: dict[str, Counter[str]] = {}
     for case in cases:
-        said: Counter[tuple[str, str]] = Counter()
         for row in rows:
-            if row["case"] == case.name:
-                text = (row.get("error") or row.get("reason") or row.get("note") or "").replace("`", "'")
-                if text:
-                    said[row["attack"], text if len(text) <= 300 else f"{text[:300]}..."] += 1
-        kinds = said.most_common(3)
-        lines += [f"- `{case.name}`, `{attack}`, {count} times: `{text}`" for (attack, text), count in kinds]
-    return ["", "## What the attacks said", "", *lines] if lines else []
+            text = row.get("error") or row.get("reason") or row.get("note")
+            if row["case"] == case.name and text:
+                other = "" if row["attack"] == case.attack(tested) else f" by `{row['attack']}`"
+                said.setdefault(gist(text), Counter())[f"`{case.name}`{other}"] += 1
+    if not said:
+        return []
+    body = [
+        [str(counts.total()), f"`{text}`", ", ".join(f"{row} {count}" for row, count in counts.items())]
+        for text, counts in sorted(said.items(), key=lambda item: -item[1].total())
+    ]
+    left_out = f"Figures, layers and what stood in brackets are left out here. `{RESULTS}` has every text in full."
+    head = ["victims", "text", "rows, with their victims"]
+    return ["", "## What the attacks said", "", left_out, "", *table(head, body)]
+
+
+def gist(text: str) -> str:
+    """Return what a note says, without layers, figures and brackets, so that notes of several victims are equal."""
+    text = re.sub(r"\s*\([^()]*\)", "", text).replace("`", "'")
+    text = re.sub(r"\b[a-z0-9_]+(\.[a-z0-9_]+)*\.[a-z_]+\b", "...", text)
+    text = re.sub(r"\d[\d,.]*(?:e-?\d+)?(?<![.,])", "...", text)
+    return text.replace("... and ...:", "...:")
 
 
 def state(row: Mapping[str, Any]) -> str:
@@ -215,32 +247,13 @@ def state(row: Mapping[str, Any]) -> str:
     return row["attacks"][:7]
 
 
-def _usual(own: Rows) -> str | None:
-    """Return the state of the attacks' code that most victims met."""
-    states = Counter(state(row) for row in own)
-    return max(states, key=lambda name: states[name], default=None)
-
-
-def _star(own: Rows) -> list[str]:
-    """Return what a star in the tables means, where there may be one."""
+def _states(own: Rows) -> list[str]:
+    """Return that the figures are of several states of the code, where they are."""
     if len({state(row) for row in own}) < 2:
         return []
-    return ["A star marks rows of another [state of the attack's code](#states-of-the-code) than most.", ""]
-
-
-def _states(cases: Sequence[Case], own: Rows, tested: str) -> list[str]:
-    """Return which figures are of which state of the attacks' code, where there are several."""
-    counts = Counter((state(row), case.name) for case in cases for row in own if row["case"] == case.name)
-    states = [name for name, _ in Counter(map(state, own)).most_common()]
-    if len(states) < 2:
-        return []
-    body = []
-    for name in states:
-        of = ", ".join(f"`{case}` {count}" for (known, case), count in counts.items() if known == name)
-        body.append([f"`{name}`", of])
-    text = (
-        f"`{tested}` was developed further between measurements. A row marked by a star holds victims that met another "
-        f"state of the attacks' code than `{states[0]}`, which most victims met. Today's code may do better or worse "
-        "there. `git rev-parse --short HEAD:attacks` names the state of a checkout."
-    )
-    return ["## States of the code", "", text, "", *table(["state", "rows, with their victims"], body)]
+    return [
+        "The attack was developed further between measurements, so victims met several states of its code. Today's may "
+        f"do better or worse. `{RESULTS}` names the state for every victim (`attacks`). "
+        "`git rev-parse --short HEAD:attacks` names that of a checkout.",
+        "",
+    ]
