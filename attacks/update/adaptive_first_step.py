@@ -45,6 +45,8 @@ as eps; more is impossible."""
 MAX_SIGMAS, MAX_SHARE_AT_TOP = 8.0, 0.05
 """Standard errors that no step is beyond the largest one, and share of all steps that are at one size short of it."""
 STEP_SIZE_DOUBT = "the largest step of a number is"
+MOST_DIGITS, DIGITS_OF_RATES = 7, 3
+"""Digits of a number of single precision, and of a step size as people write it."""
 MIN_SIGMAS = 3.0
 """Standard errors that a number's step is short of the largest one where its size counts as seen."""
 
@@ -126,14 +128,17 @@ class AdaptiveFirstStep:
 
         No number moves by more than T, and of a network's some come near.
         """
-        ratios = {n: float(dense(self.change[n]).abs().max()) / self.largest_step(n) for n in self.names}
-        most = max(ratios.values())
+        ratios = {n: dense(self.change[n]).double().abs() / self.largest_step(n) for n in self.names}
+        name = max(ratios, key=lambda n: float(ratios[n].max()))
+        most, error = float(ratios[name].max()), float(self.errors[name].flatten()[ratios[name].argmax()])
         lr = self.phase.assign(self.view.shared)[self.names[0]].lr
         if MIN_LARGEST_STEP < most < 1 + MAX_EXCESS:
             return self._rounding_doubt(lr)
+        written = in_known_digits(most, error / most, 1.0, DIGITS_OF_RATES)
+        rate = in_known_digits(lr * most, error / most, lr, DIGITS_OF_RATES)
         return (
-            f"{STEP_SIZE_DOUBT} {most:.3g} times what {self.phase.optimizer} at lr {lr:g} makes of its "
-            f"first; give lr: {round_rate(lr * most):g}, another optimizer, or the number of steps of several"
+            f"{STEP_SIZE_DOUBT} {written} times the largest that a first step of {self.phase.optimizer} with lr: "
+            f"{lr:g} has; give lr: {rate}, another optimizer, or the number of steps if there were several"
         )
 
     def _rounding_doubt(self, lr: float) -> str:
@@ -147,15 +152,19 @@ class AdaptiveFirstStep:
         if not len(steps):
             return ""
         top = float(steps.max())
-        beyond = bool((steps - 1 > MAX_SIGMAS * errors).any())
+        beyond = (steps - 1) / errors
         near = float(((steps - top).abs() < MAX_SIGMAS * errors).double().mean())
         short = top < 1 - MAX_SIGMAS * float(errors.median())
-        if not beyond and not (short and near > MAX_SHARE_AT_TOP):
+        if float(beyond.max()) <= MAX_SIGMAS and not (short and near > MAX_SHARE_AT_TOP):
             return ""
+        most = beyond.argmax() if float(beyond.max()) > MAX_SIGMAS else steps.argmax()
+        size, error = float(steps[most]), float(errors[most])
+        written, rate = in_known_digits(size, error, 1.0), in_known_digits(lr * size, error, lr)
         return (
-            f"{STEP_SIZE_DOUBT} {top:.7g} times what {self.phase.optimizer} at lr {lr:g} makes of its first, where "
-            f"rounding leaves it within {float(errors.median()):.1g}: sizes can't be told of numbers that were rounded "
-            f"further (float16, say), or without lr to its last digit, about {lr * top:.7g}"
+            f"{STEP_SIZE_DOUBT} {written} times the largest that a first step of {self.phase.optimizer} with lr: {lr:g} "
+            f"has, which rounding of the weights does not explain. Either lr is another in a later digit (about {rate}; "
+            "it has to be given in full), or the numbers were rounded further (to float16, say), so that no size of a "
+            "gradient can be told from them"
         )
 
     @cached_property
@@ -221,6 +230,23 @@ def read_step_size(update: Mapping[str, Tensor], optimizer: str) -> float:
     return round_rate(largest * (RMSPROP_SHARE if optimizer == "rmsprop" else 1.0))
 
 
+def in_known_digits(value: float, error: float, unlike: float, enough: int = MOST_DIGITS) -> str:
+    """Return a number in no more digits than its error leaves, and not as another one.
+
+    Args:
+        value: the number, above zero.
+        error: its standard error, relative to it.
+        unlike: the other one.
+        enough: digits that are enough, where it is not the other one in them.
+    """
+    for digits in range(1, MOST_DIGITS):
+        text = f"{value:.{digits}g}"
+        is_known = abs(float(text) / value - 1) <= MIN_SIGMAS * error
+        if (is_known or digits >= enough) and float(text) != unlike:
+            return text
+    return f"{value:.{MOST_DIGITS}g}"
+
+
 def round_rate(rate: float) -> float:
     """Return a step size as people write it, to three digits."""
-    return float(f"{rate:.3g}")
+    return float(f"{rate:.{DIGITS_OF_RATES}g}")

@@ -101,13 +101,26 @@ def test_what_was_rounded_further_shows_no_sizes():
             assert found.reason.startswith("the largest step of a number is")
 
 
-@pytest.mark.parametrize("lr", [0.9999e-3, 1.0001e-3])
-def test_a_step_size_that_is_off_in_a_later_digit_is_no_size_of_gradients(lr):
+@pytest.mark.parametrize(("lr", "written"), [(0.9999e-3, "0.0009999"), (1.0001e-3, "0.0010001")])
+def test_a_step_size_that_is_off_in_a_later_digit_is_no_size_of_gradients(lr, written):
+    """It is said in as many digits as rounding of the weights leaves."""
     view, _ = step("adam", lr=lr)
     assert isinstance(AdaptiveFirstStep.of(view), AdaptiveFirstStep)
     found = AdaptiveFirstStep.of(replace(view, method=replace(view.method, lr=1e-3)))
     assert isinstance(found, NotApplicable)
-    assert "without lr to its last digit, about 0.00" in found.reason
+    assert f"lr is another in a later digit (about {written}; it has to be given in full)" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("lr", "stated", "written"), [(1e-7, 1e-6, "1e-07"), (3e-3, 1e-3, "0.003"), (1.234567e-4, 1.23e-4, "0.0001235")]
+)
+def test_another_step_size_is_named_in_known_digits_and_never_as_the_one_stated(lr, stated, written):
+    """Those of a step far below the weights' last place are few."""
+    view, _ = step("adam", lr=lr)
+    found = AdaptiveFirstStep.of(replace(view, method=replace(view.method, lr=stated)))
+    assert isinstance(found, NotApplicable)
+    assert f"give lr: {written}, another optimizer" in found.reason
+    assert "is 1 times" not in found.reason
 
 
 def test_gradients_that_are_all_small_are_no_other_step_size():
