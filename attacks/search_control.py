@@ -90,6 +90,7 @@ class SearchControl:
         self.cut_short_by = ""
         self.is_searching = False
         self._interrupted = False
+        self._interrupted_at: float | None = None
 
     def share(self, parts: int = 1, on_progress: Callable[[SearchProgress], None] = ignore_progress) -> SearchControl:
         """Return the control of one of `parts` works that have the time left in equal shares, one after the other."""
@@ -103,13 +104,22 @@ class SearchControl:
         )
 
     def overtime(self) -> SearchControl:
-        """Return the control of what is done with what was found, which ends a little behind the time limit."""
-        return SearchControl(time_limit=self.deadline + self.grace - time.monotonic(), grace=0.0)
+        """Return the control of what is done with what was found, which ends a little behind the limit or interrupt."""
+        return _Overtime(self)
 
     @property
     def interrupted(self) -> bool:
         """Whether there was an interrupt: searches end with what they have, and those that begin later end at once."""
         return self._interrupted or (self.parent is not None and self.parent.interrupted)
+
+    @property
+    def seconds_since_interrupt(self) -> float:
+        """Seconds since an interrupt was first seen here; 0 while there is none."""
+        if not self.interrupted:
+            return 0.0
+        if self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
+        return time.monotonic() - self._interrupted_at
 
     @property
     def seconds_left(self) -> float:
@@ -126,6 +136,8 @@ class SearchControl:
     def interrupt(self) -> None:
         """End all searches under this control, and under that which it is a share of; for handlers of signals, too."""
         self._interrupted = True
+        if self._interrupted_at is None:
+            self._interrupted_at = time.monotonic()
         if self.parent is not None:
             self.parent.interrupt()
 
@@ -150,6 +162,23 @@ class SearchControl:
             self.interrupt()
             self.cut_short_by = self.cut_short_by or INTERRUPT
         return self.keep_best_on_interrupt
+
+
+class _Overtime(SearchControl):
+    """The control of what is done with what was found under another one, which ends a little behind it.
+
+    Args:
+        behind: the other one; an interrupt of it may come before this one begins, or later.
+    """
+
+    def __init__(self, behind: SearchControl) -> None:
+        super().__init__(time_limit=behind.deadline + behind.grace - time.monotonic(), grace=0.0)
+        self._behind = behind
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an interrupt was that long ago, or there was one of this control itself."""
+        return self._interrupted or self._behind.seconds_since_interrupt > self._behind.grace
 
 
 OPERATIONS_A_SECOND = 2e10

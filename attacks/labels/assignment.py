@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.network.module_inputs import inputs_of_linear
+from attacks.search_control import check_time_limit
 from attacks.update.classifier_update import classifier_names
 from attacks.update.label_gradients import batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
@@ -83,6 +84,7 @@ def _nearest_labels(loss: Loss, columns: Tensor, outputs: Tensor) -> tuple[Tenso
     """
     far, labels = columns.new_full((len(columns),), math.inf), torch.zeros(len(columns), dtype=torch.int64)
     for asked in batches_of_targets(loss, outputs, torch.arange(columns.shape[1])):
+        check_time_limit()
         with torch.enable_grad():
             given = outputs.clone().requires_grad_()
             (wanted,) = torch.autograd.grad(loss(given, asked), given)
@@ -174,6 +176,7 @@ def _nearest_way(view: ServerView, ways: Tensor, every: Tensor, read: tuple[Tens
     columns, outputs = read[0], read[1]
     slopes = []
     for target in every.to(outputs.device):
+        check_time_limit()
         with torch.enable_grad():
             given = outputs.clone().requires_grad_()
             loss = view.task.loss(given, target.expand(len(outputs), *target.shape)) * len(outputs)
@@ -240,7 +243,10 @@ def _columns(view: ServerView, weight: str, gradient: Any, features: Tensor) -> 
     if observed.is_complete(weight):
         return (values @ torch.linalg.pinv(features)).mT
     sent = observed.transmitted(weight).to(features.device)
-    each = [row[which] @ torch.linalg.pinv(features[:, which]) for row, which in zip(values, sent, strict=True)]
+    each = []
+    for row, which in zip(values, sent, strict=True):  # as many as there are classes
+        check_time_limit()
+        each.append(row[which] @ torch.linalg.pinv(features[:, which]))
     return torch.stack(each, 1)
 
 

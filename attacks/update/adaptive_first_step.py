@@ -161,10 +161,10 @@ class AdaptiveFirstStep:
         size, error = float(steps[most]), float(errors[most])
         written, rate = in_known_digits(size, error, 1.0), in_known_digits(lr * size, error, lr)
         return (
-            f"{STEP_SIZE_DOUBT} {written} times the largest that a first step of {self.phase.optimizer} with lr: {lr:g} "
-            f"has, which rounding of the weights does not explain. Either lr is another in a later digit (about {rate}; "
-            "it has to be given in full), or the numbers were rounded further (to float16, say), so that no size of a "
-            "gradient can be told from them"
+            f"{STEP_SIZE_DOUBT} {written} times the largest that a first step of {self.phase.optimizer} with lr: "
+            f"{lr:g} has, which rounding of the weights does not explain. Either lr is another in a later digit (about "
+            f"{rate}; it has to be given in full), or the numbers were rounded further (to float16, say), so that no "
+            "size of a gradient can be told from them"
         )
 
     @cached_property

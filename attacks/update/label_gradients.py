@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.search_control import check_time_limit
 from fl.losses import Loss
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
@@ -31,11 +32,13 @@ def batches_of_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> Iterator
     """
     count, refused = len(outputs), set()
     for number in range(len(targets)):
+        check_time_limit()
         if loss.takes(outputs, targets[[number] * count]):
             yield torch.full((count,), number)
         else:
             refused.add(number)
     for first in range(len(targets) if refused and count > 1 else 0):
+        check_time_limit()
         numbers = (first + torch.arange(count)) % len(targets)
         if refused & {*numbers.tolist()} and loss.takes(outputs, targets[numbers]):
             yield numbers

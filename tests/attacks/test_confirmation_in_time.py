@@ -52,6 +52,38 @@ def test_a_result_that_the_time_limit_leaves_unchecked_is_kept_and_not_confirmed
     assert ("not confirmed: not held to the update before the time limit" in found.note) is not in_time
 
 
+@pytest.mark.parametrize("seconds_over", [9.0, 11.0])
+def test_a_result_that_an_interrupt_leaves_unchecked_is_kept_and_not_confirmed(monkeypatch, clock, seconds_over):
+    """Ten seconds are left beyond an interrupt where no time limit says how many."""
+    confirm, control = Attack.confirm, SearchControl()
+
+    def slowly(self, view, result):
+        control.interrupt()
+        clock[0] = seconds_over
+        return confirm(self, view, result)
+
+    monkeypatch.setattr(Attack, "confirm", slowly)
+    found = build("analytic")(view(), control=control)
+    in_time = seconds_over < 10
+    assert isinstance(found, Reconstruction)
+    torch.testing.assert_close(found.inputs, PIXELS, atol=1e-4, rtol=0)
+    assert found.verified is (True if in_time else None)
+    assert ("not confirmed: not held to the update before an interrupt" in found.note) is not in_time
+
+
+@pytest.mark.parametrize("is_share", [False, True])
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_what_is_held_to_its_update_ends_ten_seconds_after_an_interrupt_at_most(clock, is_begun, is_share):
+    whole = SearchControl()
+    one = whole.share(3) if is_share else whole
+    begun = one.overtime() if is_begun else None
+    clock[0] = 5.0
+    whole.interrupt()
+    control = begun or one.overtime()
+    for clock[0], stopped in ((5.0, ""), (14.9, ""), (15.1, "an interrupt")):
+        assert control.stop_reason() == stopped
+
+
 @pytest.mark.parametrize(("limit", "over"), [(18.0, 1.8), (60.0, 6.0), (3600.0, 10.0)])
 def test_what_is_held_to_its_update_ends_a_tenth_beyond_the_limit_at_most(clock, limit, over):
     control = SearchControl(time_limit=limit)
@@ -93,17 +125,20 @@ def test_what_an_attack_holds_to_the_update_itself_is_kept_where_the_time_limit_
 
 POOLED = (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(96, 5))
 CONVOLUTIONS = (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 40, 3, padding=1), nn.ReLU())
+FLAT = (nn.Conv2d(1, 24, 3, padding=1), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(384, 5))
 AVERAGED = (*CONVOLUTIONS, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 5))
 
 
 @pytest.mark.parametrize(
-    ("attack", "layers"),
-    [("cascade", POOLED), ("backsolve", AVERAGED)],
+    ("attack", "module", "layers"),
+    [("cascade", "cascade", POOLED), ("backsolve", "backsolve", AVERAGED), ("rconv", "recursive.base", FLAT)],
 )
 @pytest.mark.parametrize("seconds_over", [0.5, 2.0])
 def test_pictures_are_not_lost_where_the_time_limit_comes_before_their_labels(
-    monkeypatch, clock, attack, layers, seconds_over
+    monkeypatch, clock, attack, module, layers, seconds_over
 ):
+    # which else names the labels as it tells two images apart
+    monkeypatch.setattr("attacks.analytic.recursive.start_signal._separate_at_classifier", lambda *_: "not asked")
     net = nn.Sequential(*layers)
     initialize(net, stream(0, "in time"))
     pictures = torch.rand(2, 1, 4, 4, generator=stream(0, "two in time"))
@@ -114,7 +149,7 @@ def test_pictures_are_not_lost_where_the_time_limit_comes_before_their_labels(
         clock[0] = 10.0 + seconds_over
         return assign_labels(*given)
 
-    monkeypatch.setattr(f"attacks.analytic.{attack}.assign_labels", slowly)
+    monkeypatch.setattr(f"attacks.analytic.{module}.assign_labels", slowly)
     control = SearchControl(time_limit=10.0)
     late = build(attack)(two, control=control)
     assert isinstance(late, Reconstruction), late

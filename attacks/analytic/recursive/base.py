@@ -23,6 +23,7 @@ from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.search_control import named_in_time
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
@@ -175,7 +176,7 @@ class LayerwiseInversion(Attack):
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
         sent = gradients.get(f"{stages[-1].name}.bias")
         odd = sent is not None and view.task.loss.is_cross_entropy and is_sign_flipped(sent, len(pixels))
-        labels = assign_labels(view, gradients, pixels.to(view.device))
+        labels = named_in_time(lambda: assign_labels(view, gradients, pixels.to(view.device)), None)
         return _with_sign_warning(replace(found, labels=labels), odd=odd)
 
     def _explain_doubt(

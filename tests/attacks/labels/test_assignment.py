@@ -9,6 +9,7 @@ from torch import nn
 from attacks import Reconstruction
 from attacks.base import build
 from attacks.labels.assignment import assign_labels
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.step_gradient import exact_step_gradient
 from fl.capture import from_batch, from_update
 from fl.data.sources.embedded import Faces
@@ -47,6 +48,25 @@ def test_images_in_whatever_order_get_their_own_labels(count: int, bias: bool) -
         found = assign_labels(view, gradient, truth.inputs[order])
         assert found is not None
         assert torch.equal(found, LABELS[:count][order])
+
+
+def test_labels_are_asked_of_a_loss_no_longer_than_the_time_limit() -> None:
+    control, asked = SearchControl(), []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        asked.append(len(targets))
+        return nn.functional.multi_margin_loss(outputs, targets)
+
+    images = Faces(size=16).load().train.inputs[:2]
+    view, truth = from_batch(network(), images, LABELS[:2], loss=loss, method=STEP)
+    gradient = exact_step_gradient(view, batches=True)
+    assert isinstance(gradient, dict)
+    assert assign_labels(view, gradient, truth.inputs) is not None
+    asked.clear()
+    control.interrupt()
+    with limited_by(control), pytest.raises(StoppedError):
+        assign_labels(view, gradient, truth.inputs)
+    assert not asked
 
 
 def test_images_that_left_something_else_get_none() -> None:
