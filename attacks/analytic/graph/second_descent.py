@@ -10,7 +10,7 @@ as precisely.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from attacks.analytic.graph.classifier_signal import find_classifier_signal
 from attacks.analytic.graph.layer_solves import solve_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
-from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver
+from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from fl.tensors import per_image
 
@@ -82,26 +82,45 @@ def _descend_below_normalizations(first: GraphSolver, top: int) -> GraphSolver:
 def _find_signal_and_masks(first: GraphSolver, top: int) -> tuple[Tensor, dict[int, Tensor]] | None:
     """Return what flows back into the last layer, and masks above the first two tensors that were solved for.
 
-    None where no sizes of these make what the last layer takes.
+    None where no sizes of these make what the last layer takes. The lower one is asked alone at first: what it makes of
+    the upper one is as precise as itself, while the top's mixture gives images nearly alike less precisely.
+    """
+    upper, lower = first.solved[:1], first.solved[1:2]
+    alone = _find_by_sizes(first, top, [], lower)
+    return _find_by_sizes(first, top, upper, lower) if alone is None else alone
+
+
+def _find_by_sizes(
+    first: GraphSolver, top: int, fixed: Sequence[SolvedTensor], resized: Sequence[SolvedTensor]
+) -> tuple[Tensor, dict[int, Tensor]] | None:
+    """Return what flows back into the last layer, and the masks that follow, by tensors at sizes looked for.
+
+    Args:
+        first: a descent that has ended.
+        top: the last layer.
+        fixed: tensors whose size does not count, or is known.
+        resized: tensors whose size is looked for, one number for each image.
     """
     network, ref = first.network, first.network.layer_input(top)
     gradient = _classifier_gradient(first, top)
     if gradient is None:
         return None
     inputs = network.layers[top].weight.shape[1]
-    upper, *lower = first.solved[:2]
 
-    def known(sizes: Tensor, upper_size: float = 1.0) -> Propagation:
-        resized = {tensor.ref: tensor.values * per_image(sizes, tensor.values) for tensor in lower}
-        return Propagation(network, {upper.ref: upper_size * upper.values} | resized)
+    def known(sizes: Tensor, fixed_size: float = 1.0) -> Propagation:
+        values = {tensor.ref: fixed_size * tensor.values for tensor in fixed}
+        return Propagation(network, values | {one.ref: one.values * per_image(sizes, one.values) for one in resized})
 
-    def features(sizes: Tensor, upper_size: float = 1.0) -> Tensor:
-        taken = known(sizes, upper_size).value(ref).reshape(first.images, inputs)
+    def features(sizes: Tensor, fixed_size: float = 1.0) -> Tensor:
+        taken = known(sizes, fixed_size).value(ref).reshape(first.images, inputs)
         return torch.cat([taken, torch.ones_like(taken)], 1)[:, : gradient.shape[1]]
 
     try:
         found = find_classifier_signal(gradient, features, first.images)
-        if found is None or not (upper.scaled or _are_alike(features(found.sizes), features(found.sizes, 2.0))):
+        if found is None:
+            return None
+        is_sized = all(tensor.scaled for tensor in fixed)
+        if not (is_sized or _are_alike(features(found.sizes), features(found.sizes, 2.0))):
             return None  # a size that is not told would be taken for the image's
     except UnknownError:
         return None

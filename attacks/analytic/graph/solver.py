@@ -31,7 +31,7 @@ from attacks.analytic.graph.layer_solves import (
 )
 from attacks.analytic.graph.mask_correction import correct_by_biases
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.normalized_layers import find_normalized_layers, solve_normalized_input
+from attacks.analytic.graph.normalized_layers import find_normalized_layers, is_normalization, solve_normalized_input
 from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
@@ -68,6 +68,8 @@ UNSHIFTED = (
     "not a convolution of stride 1 with zeros at the rim that keeps the size: its gradient has no shifts of a map"
 )
 """Why a layer cannot be begun with."""
+NO_SIZE_ABOVE = "its output is normalized, and above it each image is known up to a factor alone"
+"""Why a layer is not solved for from above."""
 
 
 @dataclass
@@ -431,7 +433,11 @@ class GraphSolver:
 
     def _solve_below_normalizations(self, ref: Ref) -> None:
         """Solve for what layers take whose outputs are normalized by statistics of each image."""
-        layers = find_normalized_layers(self.known, self._users(ref)) if self.scaled else None
+        users = self._users(ref)
+        if not self.scaled:
+            self._note_missing_size(users)
+            return
+        layers = find_normalized_layers(self.known, users)
         if layers is None:
             return
         names = tuple(self.network.layers[layer.number].name for layer in layers)
@@ -442,9 +448,15 @@ class GraphSolver:
         else:
             self._note_values(ref, found.solved, names)
             if self._is_rectified(ref):
-                correct_by_biases(
-                    self.known, ref.node, found.solved.values
-                )  # a wrong bit spoils all normalized with it
+                # a wrong bit spoils all numbers normalized with it
+                correct_by_biases(self.known, ref.node, found.solved.values)
+
+    def _note_missing_size(self, users: list[int]) -> None:
+        """Say of layers whose outputs are normalized that nothing above tells the images' sizes."""
+        for number in users:
+            takers = self.network.consumers.get(Ref(number), [])
+            if len(takers) == 1 and is_normalization(self.network, takers[0]):
+                self.ends[self.network.layers[number].name] = NO_SIZE_ABOVE
 
     def _doubt_by_gradients(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input is not believed that gradients alone gave, or None."""

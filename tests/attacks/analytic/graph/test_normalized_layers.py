@@ -1,5 +1,6 @@
 """Layers whose outputs are normalized over each image are solved for, up to the size and with it."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.normalized_layers import CONTRADICTED_SIZE, NO_SIZE, is_normalization
 from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.second_descent import descend_again
-from attacks.analytic.graph.solver import GraphSolver
+from attacks.analytic.graph.solver import NO_SIZE_ABOVE, GraphSolver
 from attacks.base import NotApplicable, Reconstruction
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.search_control import StoppedError
@@ -119,6 +120,24 @@ def test_a_classifier_without_bias_tells_the_sizes_as_well(images: int) -> None:
     solver = descend(model, pictures(images))
     assert len(solver.solved) == 5
     assert max(errors(solver, pictures(images))) < 1e-5 * images**2
+
+
+def test_a_highest_tensor_that_is_known_less_precisely_is_not_needed() -> None:
+    images = pictures(2)
+    network = network_of(drawn(Normalized, 8), images)
+    first = GraphSolver(network, 2, Propagation(network))
+    first.run()
+    upper, *lower = first.solved
+    noise = torch.rand(upper.values.shape, generator=torch.Generator().manual_seed(1)).to(upper.values)
+    first.solved = [replace(upper, values=upper.values * (1 + 0.02 * noise)), *lower]
+    solver = descend_again(first)
+    assert len(solver.solved) == 5
+    assert max(errors(solver, images)) < 4e-5
+
+
+def test_layers_below_a_normalization_say_that_no_sizes_are_known() -> None:
+    solver = descend(drawn(Normalized, 8, affine=False), pictures(2))
+    assert NO_SIZE_ABOVE in solver.ends.values()
 
 
 def test_from_a_flattened_map_down_no_convolution_needs_to_be_begun_with() -> None:
