@@ -8,7 +8,6 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 from torch.nn import functional
 
 from fl.defense import Defense
@@ -188,22 +187,6 @@ class LossGradient(Gradient):
         network = self.network(self.weights(params))
         network = replace(network, buffers={name: value.clone() for name, value in network.buffers.items()})
         return (self.loss or self.client.method.loss)(network, batch, self.step)
-
-    def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
-        """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
-
-        Raises:
-            ValueError: if the method's loss, or the model, couples the samples of a batch.
-        """
-        self.check_per_sample()
-        if not len(batch):
-            raise ValueError("expected at least 1 image, got an empty batch")
-
-        def one(image: Tensor, label: Tensor) -> Tensors:
-            single = Batch(image[None], label[None])
-            return self.pull(params, self.of_weights(self.weights(params), single, func_derivative))
-
-        return vmap(one)(batch.inputs, batch.labels)
 
     def check_per_sample(self) -> None:
         """Refuse a loss or a model that couples the samples of a batch.

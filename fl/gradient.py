@@ -73,14 +73,6 @@ class Gradient(ABC):
         """Return the loss itself, which no defense touches; running statistics stay as they are."""
 
     @abstractmethod
-    def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
-        """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
-
-        Raises:
-            ValueError: the method's loss, or the model, couples the samples of a batch.
-        """
-
-    @abstractmethod
     def weights(self, params: Tensors) -> dict[str, Tensor]:
         """Return the network's weights that `params` stand for."""
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from attacks.analytic.recursive.base import LayerwiseInversion, invert_layers, layer_gradients, layer_output_shape
-from attacks.analytic.recursive.start_signal import StartSignal
-from attacks.base import NotApplicable, attacks
-from attacks.network.layer_chain import extract_layer_chain
-from fl.seeds import stream
-from fl.view import ServerView
+from attacks.analytic.recursive.base import LayerwiseInversion
+from attacks.base import attacks
 
 
 @attacks.register("rgap")
@@ -46,52 +39,3 @@ class RGAP(LayerwiseInversion):
     def example(cls) -> RGAP:
         """Return the attack as it is."""
         return cls()
-
-
-@dataclass(frozen=True)
-class LayerRank:
-    """How far one layer's equations determine its input (R-GAP's rank analysis).
-
-    Attributes:
-        name: of the layer.
-        unknown_count: numbers that come in.
-        gradient_rank: how many of what the layer is given its gradient equations determine.
-        rank: how many all equations do.
-        condition: condition number of all equations; infinite where they leave something open.
-    """
-
-    name: str
-    unknown_count: int
-    gradient_rank: int
-    rank: int
-    condition: float
-
-    @property
-    def undetermined(self) -> int:
-        """Numbers left open: none where the layer gives its input away."""
-        return self.unknown_count - self.rank
-
-
-def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> tuple[LayerRank, ...] | NotApplicable:
-    """Return how far each layer's equations determine its input, for any update of the network; first layer first.
-
-    Ranks hardly depend on the image, so it takes one of noise and noise that flows back: the update is not looked at.
-
-    Args:
-        view: what the server saw; its network and weights are used.
-        seed: of the noise.
-        cutoff: singular values below this share of the largest count as zero.
-    """
-    stages = extract_layer_chain(view)
-    if isinstance(stages, NotApplicable):
-        return stages
-    draw = stream(seed, "rank")
-    pixels = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64)
-    top = len(stages) - 1
-    signal = torch.randn(1, *layer_output_shape(stages[top]), generator=draw, dtype=torch.float64)
-    start = StartSignal(top, signal)
-    solved = invert_layers(stages, layer_gradients(stages, start, pixels), start, None, cutoff, math.inf)
-    return tuple(
-        LayerRank(stage.name, s.unknown_count, s.gradient_rank, s.rank, s.condition)
-        for stage, s in zip(stages, solved, strict=True)
-    )

@@ -122,17 +122,6 @@ def _features(
 
 
 # ---- by the update ---------------------------------------------------------------------------------------------------
-def closest_in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
-    """Return which candidate's update is likeliest under Gaussian noise of one size, so closest to the observed.
-
-    The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
-    is unknown: each candidate brings its own private tensors. It maximizes <g, g_z> - |g_z|^2 / 2.
-    """
-    score = _likelihood(view.update, _sent(view, candidates[0]))
-    scores = [score(_sent(view, candidate)) for candidate in candidates]
-    return max(range(len(scores)), key=scores.__getitem__)
-
-
 def is_closest_in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
     """Return whether the true image's update is closest to the observed one, where `replay_obstacle` finds none.
 

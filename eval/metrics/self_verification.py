@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from attacks.base import NotApplicable, Reconstruction, Remark, Result
+from attacks.base import Reconstruction, Remark
 from eval.io.text import join_words
 from eval.metrics.score import Row
 
@@ -73,32 +73,19 @@ def _fixed(result: Reconstruction, row: Row) -> Row:
     return {} if result.fixed is None or match is None else {"fixed": float(result.fixed[match].double().mean())}
 
 
-def is_settled(result: Result, size: int | None) -> bool:
-    """Return whether the attack shows that no other can find more of an update's images.
-
-    It has a picture of each, and either confirms them or satisfies all its equations and says which pixels these fix,
-    nearly all of them: what is left is in no equation.
-
-    Args:
-        result: of the attack.
-        size: how many images the update is of; None if the server does not know.
-    """
-    if isinstance(result, NotApplicable) or result.inputs is None or len(result.inputs) != size:
-        return False
-    if result.verified or result.fixed is None:
-        return bool(result.verified)
-    return float(result.fixed.flatten(1).double().mean(1).min()) >= MIN_FIXED_SHARE
-
-
 def are_settled(rows: Sequence[Row]) -> bool:
-    """Return whether the rows of one update show that no other attack can find more of it (see `is_settled`)."""
+    """Return whether the rows of one update show that no other attack can find more of it.
+
+    There is a picture for each of its images, and the attack either confirms it or says that its equations, all of
+    which it satisfies, fix nearly all pixels: what is left is in no equation.
+    """
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
     return all(row.get("verified") or row.get("fixed", 0.0) >= MIN_FIXED_SHARE for row in rows)
 
 
 def settled_updates(rows: Sequence[Row]) -> list[str | int]:
-    """Return the updates among an attack's rows of which no other attack can find more (see `is_settled`)."""
+    """Return the updates among an attack's rows of which no other attack can find more (see `are_settled`)."""
     updates: dict[str | int, list[Row]] = {}
     for row in rows:
         updates.setdefault(row["update"], []).append(row)

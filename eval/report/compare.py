@@ -113,10 +113,6 @@ class Comparison:
         settings = {key: [_finite(value) for value in values] for key, values in self.settings.items()}
         return {"runs": self.runs, "settings": settings, "lines": [_line_to_plain(line) for line in self.lines]}
 
-    def to_json(self) -> str:
-        """Return the comparison as a JSON document."""
-        return json.dumps(self.to_plain(), indent=2, allow_nan=False) + "\n"
-
 
 COLUMNS = (
     *("method", "defense", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best baseline (dB)"),

@@ -36,7 +36,6 @@ class TokenEmbedding:
         graph: the recorded network.
         layer_node: number of the patch layer's operation.
         between: what stands between its outputs and the sum.
-        added_ref: what is added, made of `position`.
         places: where each of its numbers stands in that; None where they lie alike.
         origin: how the patch layer's input is made of pixels.
     """
@@ -46,7 +45,6 @@ class TokenEmbedding:
     graph: Graph
     layer_node: int
     between: Segment | None
-    added_ref: Ref
     places: Tensor | None
     origin: PixelOrigin
 
@@ -74,8 +72,8 @@ class TokenEmbedding:
                 layer = segment.nodes[0]
             elif layer is None:
                 below.append(segment)
-            elif alone and node.operation == "add" and (added := _position_embedding(graph, segment)) is not None:
-                return cls._with_weight(graph, layer, below, above, *added)
+            elif alone and node.operation == "add" and (found := _position_embedding(graph, segment)) is not None:
+                return cls._with_weight(graph, layer, below, above, *found)
             elif not alone and any(has_trained_weight(graph, graph.nodes[n]) for n in segment.nodes):
                 break
             else:
@@ -89,7 +87,6 @@ class TokenEmbedding:
         layer: int,
         below: list[Segment],
         above: list[Segment],
-        added: Ref,
         name: str,
         places: Tensor | None,
     ) -> TokenEmbedding | NotApplicable:
@@ -103,7 +100,7 @@ class TokenEmbedding:
         if node.operation == "convolution" and (node.args[6] or node.args[8] != 1 or node.args[1] is None):
             return NotApplicable(f"{node}: groups and transposed convolutions are not handled", limit=True)
         between = merge_segments(above) if above else None
-        found = cls(name, weight[0], graph, layer, between, added, places, origin)
+        found = cls(name, weight[0], graph, layer, between, places, origin)
         if not found.is_affine():
             return NotApplicable(f"what lies between {node} and the sum with {name} is not affine", limit=True)
         return found
@@ -196,17 +193,15 @@ def _weight_ref(graph: Graph, layer: int) -> Ref:
     return next(ref for ref in pair if isinstance(ref, Ref) and not graph.depends_on_image(ref))
 
 
-def _position_embedding(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] | None:
-    """Return what a sum adds to each number of each token, the parameter that it is made of, and where that lies."""
+def _position_embedding(graph: Graph, segment: Segment) -> tuple[str, Tensor | None] | None:
+    """Return the parameter of which a sum adds a number to each of each token, and where each of its numbers lies."""
     node = graph.nodes[segment.nodes[0]]
     other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and parameters_behind(graph, arg)]
     taken = graph.value(segment.start)
     if len(other) != 1 or taken.ndim < 3 or (len(node.args) > 2 and node.args[2] != 1):
         return None
     found, value = graph.as_parameter(other[0]), graph.value(other[0])
-    if found is None or value.numel() != taken.numel() or len(taken) != 1:
-        return None
-    return other[0], *found
+    return None if value.numel() != taken.numel() or len(taken) != 1 else found
 
 
 def _pixel_origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:

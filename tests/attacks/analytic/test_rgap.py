@@ -21,7 +21,7 @@ from attacks.analytic.recursive.layer_equations import (
     solve_input,
     weight_rows,
 )
-from attacks.analytic.rgap import RGAP, rank_analysis
+from attacks.analytic.rgap import RGAP
 from attacks.base import build
 from attacks.network.layer_chain import Stage, extract_layer_chain
 from defenses.clip import Clip
@@ -355,20 +355,10 @@ def test_too_few_equations_are_counted_and_nothing_is_verified() -> None:
     result = attack(view)
     assert not result.verified
     assert off(result, truth.inputs) > 0.05
-    first, second, head = rank_analysis(view)
-    assert [layer.unknown_count for layer in (first, second, head)] == [128, 32, 64]
-    assert first.undetermined > 0
-    assert (second.undetermined, head.undetermined) == (0, 0)
-    unknowns, gradient, rank = result.private["rank/0"].tolist()  # type: ignore[union-attr]
-    assert (unknowns, gradient, rank) == (first.unknown_count, first.gradient_rank, first.rank)
+    ranks = {name: value.tolist() for name, value in result.private.items() if name.startswith("rank/")}  # type: ignore[union-attr]
+    assert [unknowns for unknowns, _, _ in ranks.values()] == [128, 32, 64]
+    assert [rank < unknowns for unknowns, _, rank in ranks.values()] == [True, False, False]
     assert result.private["condition/0"].item() == float("inf")  # type: ignore[union-attr]
-
-
-def test_the_rank_analysis_needs_no_update() -> None:
-    view = chains.seen(chains.chain(LEAKY))[0]
-    blind = replace(view, update={name: torch.zeros_like(v) for name, v in view.update.items()})  # type: ignore[arg-type]
-    assert rank_analysis(blind) == rank_analysis(view)
-    assert all(layer.undetermined == 0 for layer in rank_analysis(view))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("seed", "level"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])

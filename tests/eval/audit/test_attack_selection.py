@@ -11,7 +11,6 @@ from support.runs import tiny
 from support.tiny import Registered
 
 import attacks
-from attacks.base import NotApplicable, Reconstruction
 from eval.audit import attack_selection, execution
 from eval.audit import user_model as audited
 from eval.audit.image_sources import load_images
@@ -148,7 +147,13 @@ def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peel
     assert attack_selection.redundant_reason("ig", {"rconv": [*exact[:1], row("b")], "cascade": exact[1:]}) == (
         f"not needed: rconv and cascade {self_verification.SETTLED_WORDS}"
     )
-    for other in (row("b"), row("b", fixed=0.5), row("b", verified=None), row("b", verified=True, candidates=0)):
+    for other in (
+        row("b"),
+        row("b", fixed=0.5),
+        row("b", verified=None),
+        row("b", verified=True, candidates=0),
+        row("b", verified=True, images=2),
+    ):
         assert attack_selection.redundant_reason("ig", {"cascade": [exact[0], other]}) == ""
     refused = {"update": "b", "not_applicable": "no"}
     assert attack_selection.redundant_reason("ig", {"cascade": [exact[0], refused]}) == ""
@@ -163,21 +168,6 @@ def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peel
     searched = {"adaptive-step+ig": [row("a", misfit=0.3)]}
     assert attack_selection.redundant_reason("ig", searched).startswith("not needed: adaptive-step+ig searched")
     assert attack_selection.redundant_reason("ig", {}) == ""
-
-
-def test_a_part_of_a_batch_settles_nothing():
-    pictures = torch.rand(2, 1, 4, 4)
-    whole = Reconstruction(pictures, verified=True)
-    assert self_verification.is_settled(whole, 2)
-    assert not self_verification.is_settled(whole, 3)  # `analytic` confirms what one neuron sees alone
-    assert not self_verification.is_settled(whole, None)
-    assert not self_verification.is_settled(Reconstruction(None, verified=True), 2)
-    assert not self_verification.is_settled(Reconstruction(pictures), 2)
-    assert not self_verification.is_settled(NotApplicable("no"), 2)
-    fixed = torch.ones(2, 1, 4, 4, dtype=torch.bool)
-    fixed[0, 0, 0, 0] = False
-    assert self_verification.is_settled(Reconstruction(pictures, verified=False, fixed=fixed), 2)
-    assert not self_verification.is_settled(Reconstruction(pictures, verified=False, fixed=~fixed), 2)
 
 
 def test_only_updates_that_are_open_are_attacked_again(mine):

@@ -37,7 +37,7 @@ from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import observe, prepare
-from fl.types import Batch, Candidate, Truth
+from fl.types import Batch, Truth
 from fl.view import ServerView, ThreatModel
 
 STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
@@ -89,26 +89,21 @@ def test_noise_of_a_private_method_hides_it_and_too_little_does_not() -> None:
     assert hits[100.0] <= 1
 
 
-@pytest.mark.parametrize("function", ["is_closest_in_update", "closest_in_gradients"])
-def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million parameters, updates of length 1 and on every parameter noise of that size."""
     view, _ = victim(STEP)
     generator = stream(0, "test", "rounding")
     images = torch.arange(8.0).view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
     sent = [one / one.norm() for one in torch.randn(8, 1_000_000, generator=generator)]
     monkeypatch.setattr(identification, "predict", lambda _, candidate: {"w": sent[int(candidate.inputs[0, 0, 0, 0])]})
-    candidates = [Candidate(image[None], torch.tensor([0]), {}) for image in images]
     named, likeliest = [], []
     for _ in range(12):
         noisy = sent[0] + torch.randn(1_000_000, generator=generator)
         seen = replace(view, update={"w": noisy})
         scores = [float(noisy.double() @ one.double() - one.double().square().sum() / 2) for one in sent]
         likeliest.append(max(range(8), key=scores.__getitem__))
-        if function == "is_closest_in_update":
-            named.append(identification.is_closest_in_update(seen, 0, images[0], images[1:]))
-        else:
-            named.append(identification.closest_in_gradients(seen, candidates))
-    assert named == ([i == 0 for i in likeliest] if function == "is_closest_in_update" else likeliest)
+        named.append(identification.is_closest_in_update(seen, 0, images[0], images[1:]))
+    assert named == [i == 0 for i in likeliest]
     assert 0 in likeliest
 
 

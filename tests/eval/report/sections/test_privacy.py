@@ -50,7 +50,7 @@ def attacked(hits: Sequence[bool], run: FakeRun | None = None, attack: str = "ig
     run = run or FakeRun(config=PRIVATE)
     bound, update = (
         reconstruction_robustness.bound_from_charges(0.02, SEEN),
-        reconstruction_robustness.full_batch_bound(0.02, 2.0),
+        reconstruction_robustness.bound_from_charges(0.02, (Charge(2.0, 1.0, 1),)),
     )
     figures = {"identified_among": 50, "identified_bound": bound, "identified_bound_update": update}
     run.attack(
@@ -89,7 +89,7 @@ def test_claims_bounds_and_audits(tmp_path):
     )
     bound, update = (
         reconstruction_robustness.bound_from_charges(0.02, SEEN),
-        reconstruction_robustness.full_batch_bound(0.02, 2.0),
+        reconstruction_robustness.bound_from_charges(0.02, (Charge(2.0, 1.0, 1),)),
     )
     assert named["named"] == "1 of 8 [0, 53]\N{NO-BREAK SPACE}%"
     assert named["at most, update"] == f"{100 * update:.1f}\N{NO-BREAK SPACE}%"
