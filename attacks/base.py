@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from attacks.checked_run import CheckedRun, not_done_before
-from attacks.network.kept_readings import readings_kept
+from attacks.network.reading_cache import readings_cached
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification.comparison import can_replay
@@ -280,7 +280,7 @@ def run_checked(
     results: list[Result] = [reason or NotApplicable("") for reason in refused]
     if accepted:
         run = CheckedRun(attack, name, runner(attack, control), control)
-        with readings_kept():
+        with readings_cached():
             found = run.results([views[i] for i in accepted], [seeds[i] for i in accepted])
         for i, result in zip(accepted, found, strict=True):
             results[i] = result

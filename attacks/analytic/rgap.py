@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from attacks.analytic.recursive.base import LayerwiseInversion
+from attacks.analytic.recursive.layerwise_inversion import LayerwiseInversion
 from attacks.base import attacks
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attacks.network.curved_activations import TWO_INPUTS, CurvedActivation, ValleyActivation
-from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_sequence import Piece, read_pieces
 from attacks.network.operation_recognition import (
     ElementwiseAffine,
@@ -20,6 +19,7 @@ from attacks.network.operation_recognition import (
     UnknownRest,
 )
 from attacks.network.operation_trace import Graph, first_difference, trace_operations
+from attacks.network.reading_cache import cached_reading
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
@@ -138,7 +138,7 @@ Trace = tuple[nn.Module, Graph]
 def trace_view(view: ServerView, device: torch.device | str = "cpu", *, count: int = 1) -> Trace | NotApplicable:
     """Return the network of `view` in double precision, and what it computes from images, or why that can't be told.
 
-    While an attack runs others may be given the same (`attacks.network.kept_readings`): it is not to be changed.
+    While an attack runs others may be given the same (`attacks.network.reading_cache`): it is not to be changed.
 
     Args:
         view: what the server saw.
@@ -146,7 +146,7 @@ def trace_view(view: ServerView, device: torch.device | str = "cpu", *, count: i
         count: of the images.
     """
     what = ("trace", torch.device(device), count)
-    return kept_reading(view, what, lambda: make_trace(view, device, count=count), _count_numbers)
+    return cached_reading(view, what, lambda: make_trace(view, device, count=count), _count_numbers)
 
 
 def _count_numbers(trace: Trace | NotApplicable) -> int:

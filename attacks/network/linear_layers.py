@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_chain import trace_view
 from attacks.network.layer_sequence import Piece, read_layer, read_pieces
 from attacks.network.operation_recognition import PRODUCTS, ElementwiseAffine, Permutation, Reshape, has_trained_weight
 from attacks.network.operation_trace import Graph, trace_operations
 from attacks.network.pixel_origin import pixel_origin
+from attacks.network.reading_cache import cached_reading
 from attacks.result import NotApplicable
 from fl.view import ServerView
 
@@ -84,7 +84,7 @@ def vector_layers(view: ServerView) -> VectorLayers:
     Args:
         view: what the server saw.
     """
-    return kept_reading(view, "vector layers", lambda: _read_vector_layers(view), _count_numbers)
+    return cached_reading(view, "vector layers", lambda: _read_vector_layers(view), _count_numbers)
 
 
 def _count_numbers(found: VectorLayers) -> int:

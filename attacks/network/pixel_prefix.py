@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_chain import make_trace, trace_view
 from attacks.network.network_parts import ReplayedNetwork
 from attacks.network.operation_recognition import has_trained_weight
 from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Ref
+from attacks.network.reading_cache import cached_reading
 from attacks.result import NotApplicable, Reconstruction, Remark
 from fl.seeds import stream
 from fl.view import ServerView
@@ -277,7 +277,7 @@ def read_pixel_prefix(view: ServerView) -> PixelPrefix | None:
     """Return the pixel prefix of the view's network, or None if it has none of the two kinds."""
     if not view.task.inputs.is_image:
         return None
-    kept = kept_reading(view, "pixel prefix", lambda: (_read(view),), lambda found: 0)
+    kept = cached_reading(view, "pixel prefix", lambda: (_read(view),), lambda found: 0)
     return kept[0]
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attacks.network.kept_readings import kept_reading
 from attacks.network.linear_layers import PixelOrigin, VectorLayer, VectorLayers, operation_outputs, vector_layers
 from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.network.reading_cache import cached_reading
 from fl.losses.function import OwnLoss
 from fl.method import Step
 from fl.network import Network
@@ -83,7 +83,7 @@ class LayerProbe:
         def size(found: tuple[int | None, dict[str, Tensor]]) -> int:
             return sum(value.numel() for value in found[1].values())
 
-        return kept_reading(self.view, "first pass", self._run_first, size)
+        return cached_reading(self.view, "first pass", self._run_first, size)
 
     def _run_first(self) -> tuple[int | None, dict[str, Tensor]]:
         count, fed = probe_count(self.view), self.view.batch_size
@@ -347,7 +347,7 @@ def probe_count(view: ServerView) -> int:
 
 def probe_layers(view: ServerView) -> LayerProbe:
     """Return the probe of the view's network; views of one network share what it has read."""
-    probe = kept_reading(
+    probe = cached_reading(
         view,
         "probe",
         lambda: LayerProbe(view),

@@ -16,8 +16,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from attacks.network.kept_readings import kept_reading
 from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.network.reading_cache import cached_reading
 from attacks.update.float_rounding import coarse_form
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, UnknownDefense
@@ -142,7 +142,7 @@ def _guess(view: ServerView) -> tuple[RuleKind | None, str]:
         return None, ""
     sent = tuple(view.update.values())
     # with what was sent, so that nothing else has its identity as long as that is kept
-    found = kept_reading(view, ("rule", view.rounded, *map(id, sent)), lambda: (_read_rule(view), sent), lambda _: 0)
+    found = cached_reading(view, ("rule", view.rounded, *map(id, sent)), lambda: (_read_rule(view), sent), lambda _: 0)
     return found[0]
 
 

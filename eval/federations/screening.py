@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import attacks as attack_registry
 from attacks.analytic.compressed_layer import CompressedInput, Reading, read_compressed_layer
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.network.kept_readings import readings_kept
+from attacks.network.reading_cache import readings_cached
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.training_phases import training_phases
 from eval.audit.attack_selection import default_attacks
@@ -215,7 +215,7 @@ class Screener:
             reason = f"the screening failed: {words}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
 
-        with readings_kept():  # of the network, which all attacks on the update read
+        with readings_cached():  # of the network, which all attacks on the update read
             found = attempt(lambda: self._screen(recorded, began), failed)
         return replace(
             found,

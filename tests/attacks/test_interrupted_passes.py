@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.network import kept_readings
-from attacks.network.kept_readings import kept_reading, readings_kept
+from attacks.network import reading_cache
 from attacks.network.layer_chain import trace_view
+from attacks.network.reading_cache import cached_reading, readings_cached
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from fl.capture import from_batch
 from fl.gradient import autograd_derivative
@@ -176,14 +176,14 @@ def test_one_pass_says_what_linear_layers_are_given_to_an_attack_and_to_the_chec
 
 
 def test_the_largest_reading_gives_way_where_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_readings, "MAX_NUMBERS", 100)
+    monkeypatch.setattr(reading_cache, "MAX_NUMBERS", 100)
     view, _ = from_batch(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), torch.rand(1, 1, 2, 2), torch.tensor([1]))
     made: list[str] = []
 
     def read(what: str, numbers: int) -> str:
-        return kept_reading(view, what, lambda: made.append(what) or what, lambda _: numbers)
+        return cached_reading(view, what, lambda: made.append(what) or what, lambda _: numbers)
 
-    with readings_kept():
+    with readings_cached():
         for what, numbers in (("small", 1), ("large", 60), ("huge", 101), ("other", 50)) * 2:
             assert read(what, numbers) == what
     assert made == ["small", "large", "huge", "other", "large", "huge", "other"]

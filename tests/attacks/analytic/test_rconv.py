@@ -11,8 +11,8 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
-from attacks.analytic.recursive.base import LayerwiseInversion
 from attacks.analytic.recursive.layer_equations import invert_activation
+from attacks.analytic.recursive.layerwise_inversion import LayerwiseInversion
 from attacks.analytic.rgap import RGAP
 from defenses import defenses
 from fl.capture import from_batch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attacks.base import NotApplicable, Reconstruction, attacks, build
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.network.autograd_support import autograd_obstacle
-from attacks.network.kept_readings import readings_kept
+from attacks.network.reading_cache import readings_cached
 from attacks.update.first_linear_layer import first_linear
 from benchmarks.reliability.odd_models import STYLES, written
 from fl.capture import from_batch, from_update
@@ -137,7 +137,7 @@ def test_a_network_that_takes_no_single_image_is_refused(attack: str) -> None:
 )  # a gated network has a thousand operations; a recurrent one is met beside it
 def test_no_style_of_writing_ends_an_attack_with_an_error(style: str) -> None:
     view = seen(written(style, 1, 3, nn.ReLU()).eval())
-    with brief_picture_searches(), readings_kept():
+    with brief_picture_searches(), readings_cached():
         for name in ("analytic", "rconv", "cascade", "spear", "headless", "rgap", {"name": "ig", "iterations": 1}):
             result = build(name)(view)
             assert isinstance(result, Reconstruction) or result.reason

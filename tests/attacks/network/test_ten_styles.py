@@ -16,7 +16,7 @@ from torchvision.transforms import v2 as transforms
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.network.kept_readings import readings_kept
+from attacks.network.reading_cache import readings_cached
 from fl.capture import from_batch
 from fl.network import Network
 from fl.seeds import stream
@@ -238,7 +238,7 @@ def view_of(model: nn.Module, plain: ServerView | None) -> ServerView:
 
 def answers(view: ServerView, names: tuple[str, ...]) -> dict[str, Reconstruction]:
     found = {}
-    with readings_kept():
+    with readings_cached():
         for name in names:
             result = attacks.build(name)(view)
             assert isinstance(result, Reconstruction), (name, result)

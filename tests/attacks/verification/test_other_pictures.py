@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction
-from attacks.network.kept_readings import readings_kept
+from attacks.network.reading_cache import readings_cached
 from attacks.verification import other_pictures
 from attacks.verification.confirmation import confirm
 from attacks.verification.error_bounds import LAST_DIGIT_DRAWS, ErrorBounds
@@ -61,7 +61,7 @@ def held(net: nn.Module) -> Reconstruction:
     initialize(net, stream(1, "other pictures"))
     view, truth = from_batch(net, picture(), torch.tensor([1]))
     Patches.passes.clear()
-    with readings_kept():
+    with readings_cached():
         result = confirm(view, Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True))
     assert isinstance(result, Reconstruction)
     return result

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from attacks.base import Reconstruction, build
-from attacks.network import kept_readings, layer_chain
-from attacks.network.kept_readings import readings_kept
+from attacks.network import layer_chain, reading_cache
 from attacks.network.layer_chain import trace_view
+from attacks.network.reading_cache import readings_cached
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.tensors import scale_tensors
@@ -45,7 +45,7 @@ def test_views_that_differ_in_what_came_back_share_a_trace(traced: list[int]) ->
     view = seen()
     other = replace(view, update=scale_tensors(view.update, 2.0))
     assert other.client is view.client
-    with readings_kept():
+    with readings_cached():
         assert trace_view(view) is trace_view(other)
         assert traced == [1, 1]  # of two images
         trace_view(view, count=2)
@@ -56,7 +56,7 @@ def test_views_that_differ_in_what_came_back_share_a_trace(traced: list[int]) ->
 def test_other_numbers_are_another_network() -> None:
     view = seen()
     moved = replace(view, shared={name: value + 1 for name, value in view.shared.items()})  # type: ignore[operator]
-    with readings_kept():
+    with readings_cached():
         first, second = trace_view(view), trace_view(moved)
         assert isinstance(first, tuple)
         assert isinstance(second, tuple)
@@ -67,7 +67,7 @@ def test_attacks_within_one_another_share_what_was_read(traced: list[int]) -> No
     view = seen()
     apart = build("analytic")(view)
     alone = len(traced)
-    with readings_kept():
+    with readings_cached():
         first, again = build("analytic")(view), build("analytic")(view)
     assert len(traced) - alone < 2 * alone
     for found in (apart, first, again):
@@ -78,11 +78,11 @@ def test_attacks_within_one_another_share_what_was_read(traced: list[int]) -> No
 
 def test_large_networks_and_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     view = seen()
-    with readings_kept():
-        monkeypatch.setattr(kept_readings, "MAX_NUMBERS", 10)
+    with readings_cached():
+        monkeypatch.setattr(reading_cache, "MAX_NUMBERS", 10)
         assert trace_view(view) is not trace_view(view)
-        monkeypatch.setattr(kept_readings, "MAX_NUMBERS", 10_000)
-        monkeypatch.setattr(kept_readings, "MAX_KEPT", 1)
+        monkeypatch.setattr(reading_cache, "MAX_NUMBERS", 10_000)
+        monkeypatch.setattr(reading_cache, "MAX_KEPT", 1)
         first = trace_view(view)
         assert trace_view(view) is first
         trace_view(view, count=2)

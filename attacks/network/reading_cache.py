@@ -40,7 +40,7 @@ _KEPT: ContextVar[dict[Hashable, _Kept] | None] = ContextVar("kept", default=Non
 
 
 @contextmanager
-def readings_kept() -> Iterator[None]:
+def readings_cached() -> Iterator[None]:
     """Keep readings while the block runs, in this thread."""
     token = _KEPT.set({}) if _KEPT.get() is None else None
     try:
@@ -50,7 +50,7 @@ def readings_kept() -> Iterator[None]:
             _KEPT.reset(token)
 
 
-def kept_reading(view: ServerView, what: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+def cached_reading(view: ServerView, what: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
     """Return what `make` reads off the network of `view`, or read off it before; it is not to be changed.
 
     Args:
