@@ -64,7 +64,7 @@ class NoisyMeanOfClipped(Defense):
 
     @property
     def group_size(self) -> int:
-        """The number of clients of whom the observer sees the mean alone."""
+        """The number of clients whose mean alone the observer sees."""
         return self.num_sampled_clients if self.observer == "clients" else 1
 
     @property

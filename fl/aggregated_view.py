@@ -1,4 +1,4 @@
-"""Clients of whom the server sees the mean alone, as under secure aggregation: one view, made of parts.
+"""Clients whose mean alone the server sees, as under secure aggregation: one view, made of parts.
 
 A step of the group is that of all its clients together: its batch is the parts' batches one after the other. So an
 order of the group is an ordinary one, and where every client takes one step the group is one client with all images.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AggregationGroups:
-    """Who is aggregated with whom: one fixed division of the participants into groups, of which no two overlap.
+    """Who is aggregated with whom: one fixed division of the participants into groups that do not overlap.
 
     Clients 0 to `size - 1` are the first group, the next `size` the second, and so on; those left over at the end join
     the last, so that no group is smaller than asked for. Groups that overlapped would give single updates away: three

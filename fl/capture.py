@@ -380,7 +380,7 @@ def task_of_update(
 
 
 def _stated_form(known: CapturedUpdateSettings, model: nn.Module, stated: Sequence[int] | Inputs) -> InputForm:
-    """Return the form of inputs of which a shape or an example is given."""
+    """Return the form of inputs by a shape or an example."""
     if isinstance(stated, Tensor | Mapping) or (
         isinstance(stated, Sequence) and any(isinstance(value, Tensor) for value in stated)
     ):

@@ -109,7 +109,7 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) 
     """Return what a module returns with some tensors in place of its own, which it has again afterwards.
 
     Args:
-        model: the module, each of whose modules may have several names.
+        model: the module; its modules may have several names each.
         tensors: parameters and buffers by their first names; the others stay as they are.
         inputs: what it is given.
     """

@@ -81,7 +81,7 @@ class SettingError(ValueError):
 
 
 class ListError(SettingError):
-    """A list for a setting that takes one value, each of which would do by itself.
+    """A list for a setting that takes one value; each entry would do by itself.
 
     Attributes:
         values: the list.
@@ -358,7 +358,7 @@ class _Hint:
 
 _ANY = _Hint.read(Any)
 _KEPT = frozenset({bool, int, str})
-"""Types of single values all of which are kept as they are."""
+"""Types of single values that are kept as they are."""
 
 
 @functools.cache
@@ -521,7 +521,7 @@ def _registry_of(kind: Any) -> bool:
 
 
 def _each_item_fits(hint: _Hint, value: Any) -> bool:
-    """Return whether `value` is a list of plain values of which each fits the type by itself."""
+    """Return whether `value` is a list of plain values that each fit the type."""
     if not isinstance(value, list) or not value:
         return False
     if not all(item is None or isinstance(item, str | int | float) for item in value):

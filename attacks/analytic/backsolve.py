@@ -74,8 +74,8 @@ class Backsolve(Attack):
 
     `verified` says that features and pictures explain their equations up to rounding and that the pictures make the
     update (`attacks.verification`). Under a known defense no update is made again, and it rests on the former alone. A
-    picture whose residual is above the noise of its features counts only if all its pixels are at whole levels, and
-    none of which pixels are not told by what was solved for.
+    picture whose residual is above the noise of its features counts only if all its pixels are at whole levels,
+    and determined by what was solved for.
     `private` holds the lowest features under `features/layer`; `note` says where the solution ended, with the counts of
     equations and unknowns.
 

@@ -173,7 +173,7 @@ def _read_unfolded(graph: Graph, segments: Sequence[Segment]) -> tuple[Piece, in
 
     Args:
         graph: of the network.
-        segments: the first of which may take the patches out (`unfold`).
+        segments: the first may take the patches out (`unfold`).
     """
     node = graph.nodes[segments[0].nodes[0]]
     taken = graph.value(segments[0].start)

@@ -71,7 +71,7 @@ def attempt(attack: Callable[[], Result], images: Batch, most: float) -> Row:
     """Return what an attack makes of these images, or why nothing, and what it took.
 
     Args:
-        attack: of which everything is known but the images.
+        attack: it knows everything but the images.
         images: the truth.
         most: CPU seconds after which it is stopped.
     """

@@ -264,7 +264,7 @@ def document(rows: Sequence[Row]) -> list[str]:
 
 
 def _far_twins(rows: Sequence[Row]) -> list[str]:
-    """Count victims of which a twin was found below the goal, with all tensors within float32's rounding."""
+    """Count victims with a twin below the goal, all tensors within float32's rounding."""
     lines = []
     for case in SIZES:
         own = [row for row in rows if row["case"] == case.name]

@@ -66,7 +66,7 @@ class Mutant:
     """A config with one change.
 
     Attributes:
-        config: of which it was made.
+        config: what it was made of.
         kind: of the change.
         key: what was changed.
         text: the mutant, in YAML.
@@ -183,7 +183,7 @@ def unfit(method: dict[str, Any]) -> str:
 
 
 def settings() -> Iterator[tuple[str, type, str]]:
-    """All settings of all entries and sections: whose, of which class, their name."""
+    """All settings of all entries and sections: whose, their class, their name."""
     for registry in REGISTRIES:
         for name in registry.names():
             kind = registry.get(name)

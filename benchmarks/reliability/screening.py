@@ -80,7 +80,7 @@ class Kind:
         method: that it trains by.
         seconds: of a screening.
         noise: multiplier of DP-SGD's noise, at a clip of 1; None is no DP-SGD.
-        defense: that compresses the update, of which the screener is told nothing.
+        defense: that compresses the update; the screener is told nothing of it.
         count: of updates.
         in_evaluation_mode: whether the model is.
     """

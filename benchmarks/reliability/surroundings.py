@@ -81,7 +81,7 @@ def forbidden(name: str, mode: int = 0, *, file: str = "") -> Callable[[Path], N
 
 
 def pictures(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return a folder of images, six of each of two classes, of which one is spoilt, and a config that reads it."""
+    """Return a folder of images, six of each of two classes, one of them spoilt, and a config that reads it."""
 
     def prepare(folder: Path) -> None:
         for name in ("a", "b"):

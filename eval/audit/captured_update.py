@@ -62,7 +62,7 @@ def of_update(
             attacker knows.
         input_shape: (C, H, W) of the images, or of other inputs what `fl.capture.from_update` takes.
         batch_size: how many images the update was made of; of a mean, those of each client.
-        given: images and labels, the first of which made the update; None where nobody knows them. The attacker
+        given: images and labels; the first ones made the update; None where nobody knows them. The attacker
             knows these labels where the client's `threat` says so.
         source: what says the images' shape, for errors about it; that is the option where nothing else does.
 
@@ -227,7 +227,7 @@ def _with_truth(
 
     Args:
         subject: the update by itself.
-        given: images and labels, the first of which are the true ones.
+        given: images and labels; the first are the true ones.
         view_of: the view of an update of so many images.
         scaled: whether the step size is unknown.
         rounding: how far numbers of the update may be off for having been rounded, by name.

@@ -32,7 +32,7 @@ MOST_NAMED = 3
 def describe_scale(
     view: ServerView, truth: Truth, tolerance: float, rounding: Mapping[str, Tensor] | None = None
 ) -> str:
-    """Say of which multiple an update is that the model does not make of its images as stated; empty where of none.
+    """Say what an update that the model does not make of its images as stated is a multiple of; empty where of nothing.
 
     Args:
         view: of the update, which the view's settings do not explain.
@@ -52,7 +52,7 @@ def describe_scale(
 def _describe(
     view: ServerView, predicted: Tensors, sent: Tensors, tolerance: float, rounding: Mapping[str, Tensor] | None
 ) -> str:
-    """Say of which multiple what was sent is of what is predicted; empty where of none."""
+    """Say which multiple of the prediction was sent; empty where none."""
     pairs = {name: (dense(predicted[name]).double(), dense(value).double()) for name, value in sent.items()}
     whole = sum(float(sent.square().sum()) for _, sent in pairs.values())
     if not 0 < whole < float("inf"):
@@ -136,7 +136,7 @@ def _describe_factor(view: ServerView, factor: float, error: float) -> str:
 
 
 def _describe_factors(factors: Mapping[str, float]) -> str:
-    """Say of which multiples tensors are, each of its own."""
+    """Say what tensors are multiples of, each of its own."""
     least, most = min(factors.values()), max(factors.values())
     turned = [name for name, factor in factors.items() if factor < 0]
     sign = ""

@@ -106,7 +106,7 @@ def column_verdict(rows: Sequence[Row]) -> str:
 
 
 def exact_match_rate(rows: Sequence[Row]) -> float | None:
-    """Return the share of a table's rows all of whose columns are right; None where there is no table."""
+    """Return the share of a table's rows with all columns right; None where there is no table."""
     known = [row["exact_match"] for row in rows if row.get("exact_match") is not None]
     return fmean(known) if known else None
 

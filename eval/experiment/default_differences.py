@@ -1,4 +1,4 @@
-"""Methods that one experiment compares at different defaults, of which nobody may have thought.
+"""Methods that one experiment compares at different defaults, which may have escaped its author.
 
 Each method has the constants of its paper: `fedavg` trains one epoch without momentum, `dp-fedavg` five with 0.5. A
 setting that a config writes for all of its methods is meant as it stands, and so is all in one that sets a paper's

@@ -11,7 +11,7 @@ LONGEST = 64
 KEPT = 40
 """Characters of any other that stay readable."""
 DIGEST = 16
-"""Hexadecimal digits that tell names apart of which the rest looks alike."""
+"""Hexadecimal digits that tell names apart that look alike otherwise."""
 PLAIN = re.compile(rf"[a-z0-9](?:[a-z0-9_-]{{0,{LONGEST - 1}}})")
 ENDS_LIKE_OURS = re.compile(rf"(?:^|-)[0-9a-f]{{{DIGEST}}}$")
 

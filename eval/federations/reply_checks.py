@@ -226,7 +226,7 @@ def refuse_multiples(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) 
 
 
 def refuse_non_finite(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors with numbers that are not finite, of which no attack could say anything.
+    """Refuse tensors with numbers that are not finite: no attack could say anything of them.
 
     Args:
         tensors: by name.

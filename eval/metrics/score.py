@@ -103,7 +103,7 @@ class TrueValues(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """Labels (M,), or probabilities (M, K) of which the largest counts."""
+        """Labels (M,), or probabilities (M, K), where the largest counts."""
 
     @property
     def private(self) -> Mapping[str, Value]:

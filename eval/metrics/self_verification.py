@@ -85,7 +85,7 @@ def are_settled(rows: Sequence[Row]) -> bool:
 
 
 def settled_updates(rows: Sequence[Row]) -> list[str | int]:
-    """Return the updates among an attack's rows of which no other attack can find more (see `are_settled`)."""
+    """Return the updates among an attack's rows where no other attack can find more (see `are_settled`)."""
     updates: dict[str | int, list[Row]] = {}
     for row in rows:
         updates.setdefault(row["update"], []).append(row)

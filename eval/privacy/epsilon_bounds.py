@@ -101,7 +101,7 @@ def one_run(canaries: int, guesses: int, right: int, *, delta: float, significan
     It uses the theorem's bound on p.
 
     Args:
-        canaries: m, of which each was in by a fair coin.
+        canaries: m; each was in by a fair coin.
         guesses: r, on how many the auditor did not abstain.
         right: v, how many of these were right.
         delta: of the claim.
@@ -151,7 +151,7 @@ def gaussian(
     tested on the rest.
 
     Args:
-        scores: (m,), or several ways to score (k, m), of which the best is chosen with the threshold.
+        scores: (m,), or several ways to score (k, m); the best is chosen with the threshold.
         included: (m,) whether each canary was in.
         delta: of the claim.
         significance: of the test.

@@ -11,7 +11,7 @@ from eval.report.sections.findings import lead_sentence
 from eval.report.sections.numbered_groups import NumberedGroups
 
 MAX_GALLERIES = 24
-"""Attacks of which pictures are shown."""
+"""Attacks whose pictures are shown."""
 
 
 def build_report(folder: str | Path, *, show: bool = True) -> Report:

@@ -405,7 +405,7 @@ class _PlanBuilder:
         """Put everything together as training does, so that what does not fit is said before any training.
 
         Raises:
-            ValueError: a setting of the method or what it makes of the model; says of which method.
+            ValueError: a setting of the method or what it makes of the model; names the method.
         """
         key = f"{where} {defense.label} {method!r} {federation!r} {clients}"
         if key in self.checked:

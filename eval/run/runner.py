@@ -273,7 +273,7 @@ class Run:
         return AttackExecution(self.spread, tick, control)
 
     def _settled(self, task: AttackTask) -> dict[str | int, str]:
-        """Return the updates of which attacks before it leave nothing to find, and why."""
+        """Return the updates where attacks before it leave nothing to find, and why."""
         found: dict[str | int, str] = {}
         for before in task.after:
             known = self.folder.latest(before.cell)

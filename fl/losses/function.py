@@ -227,7 +227,7 @@ def build_loss(given: object, targets: TargetKind | None = None) -> Loss:
 
 
 def _with_targets(loss: Loss, targets: TargetKind | None) -> Loss:
-    """Return a loss of which is said what its targets are."""
+    """Return a loss with what its targets are."""
     if targets is None:
         return loss
     if not isinstance(loss, OwnLoss):

@@ -25,7 +25,7 @@ RENYI_ORDERS += [2.0**k for k in range(6, 15)]
 
 @dataclass(frozen=True)
 class Charge:
-    """Steps alike: Gaussian noise on a sum of which one record moves at most the clip.
+    """Steps alike: Gaussian noise on a sum that one record moves by at most the clip.
 
     Attributes:
         noise_multiplier: standard deviation of the noise, in units of the clip.

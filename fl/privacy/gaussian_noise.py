@@ -59,7 +59,7 @@ def _keyed_generator(key: Tensor) -> np.random.Generator:
 
 
 class UntransformedDraw(torch.autograd.Function):
-    """What is drawn outside of all transforms, from four arguments, none of which it depends on smoothly."""
+    """What is drawn outside of all transforms, from four arguments; it has no derivative by them."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -22,7 +22,7 @@ CODE = (type, FunctionType, MethodType, ModuleType, partial)
 SIMPLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 """Types of values that hold no tensors."""
 COPY_ERRORS = (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError, OSError)
-"""What `copy.deepcopy` raises of things of which there are no copies."""
+"""What `copy.deepcopy` raises of things that can't be copied."""
 MAX_DEPTH = 4
 """Collections and objects in each other, at most, in which what was computed is looked for."""
 

@@ -181,7 +181,7 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
 
 
 def floating_weight(model: nn.Module) -> Tensor:
-    """Return the first floating-point parameter, of whose type and device inputs are; an empty one where none is."""
+    """Return the first floating-point parameter, whose type and device inputs have; an empty one where none is."""
     return next((value for value in model.parameters() if value.is_floating_point()), torch.empty(0))
 
 
@@ -233,7 +233,7 @@ def refuse_secure_aggregation(defense: Defense | None) -> None:
 def check_training(client: Client, inputs: Tensor, *, default: bool, captured: bool = False) -> None:
     """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
 
-    In evaluation mode two examples are enough, of which a network works out each by itself.
+    In evaluation mode two examples are enough: a network works out each by itself.
 
     Args:
         client: the local rule.

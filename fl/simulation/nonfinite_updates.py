@@ -135,7 +135,7 @@ def _is_finite(part: Tensor) -> bool:
 
 
 def _check_size(client: int, round: int, name: str, part: Tensor) -> None:
-    """Refuse numbers of which a few added up are none any more."""
+    """Refuse numbers so large that the sum of a few is not finite."""
     if not part.numel() or not part.is_floating_point():
         return
     most = torch.finfo(part.dtype).max * MAX_MAGNITUDE_SHARE

@@ -225,7 +225,7 @@ def read_statistics(view: ServerView, images: Tensor) -> BatchStatistics:
     """Return the statistics of the client's batch that came back with the buffers.
 
     Buffers move by b <- (1 - t) b + t s towards the statistics s of a batch. The network is run twice on a batch of
-    noise, with buffers of which the second are larger by one: that tells t, and s of the noise.
+    noise, the second with buffers larger by one: that tells t, and s of the noise.
 
     Args:
         view: in which buffers came back.

@@ -126,7 +126,7 @@ def _next_biases(network: NetworkGraph, ref: Ref, signal: Tensor) -> Iterator[tu
 
 
 def solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
-    """Return the least squares solution of equations a few of which are wrong; None if most do not agree.
+    """Return the least squares solution of equations, a few wrong ones left out; None if most do not agree.
 
     Args:
         matrix: (n, m).

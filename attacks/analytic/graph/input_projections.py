@@ -27,7 +27,7 @@ from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, SILENT
 from attacks.search_control import check_time_limit
 
 MAX_POSITIONS, MAX_WEIGHTED_POSITIONS = 2048, 4096
-"""Numbers of one input channel of one image, at most, of which a basis is found, and between which a matrix is made."""
+"""Numbers of one input channel of one image, at most, for a basis to be found and a matrix between them to be made."""
 NO_DIRECTION = 1e-7
 """Share of the largest singular value up to which a direction is in the null space but for rounding."""
 CONSISTENT = 1e-5

@@ -54,7 +54,7 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class BlockChain:
-    """Residual blocks, each of which takes what the next returns.
+    """Residual blocks, each fed by the next.
 
     Attributes:
         blocks: the top one first.

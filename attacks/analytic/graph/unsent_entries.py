@@ -1,6 +1,6 @@
 r"""Least squares and low rank where entries of a gradient were not sent, as under pruning.
 
-A gradient G of which only the entries in a set Omega were sent still has its equations there. Of a layer with A x_k =
+Where only the entries of a gradient G in a set Omega were sent, its equations still hold there. Of a layer with A x_k =
 G_k for every input channel k (`layer_equations`), the input minimizes
 
     sum over k and over e with (e, k) in Omega of (A_e x_k - G_ek)^2,

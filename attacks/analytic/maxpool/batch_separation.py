@@ -86,7 +86,7 @@ class SummedGradient:
         offset: what is taken off an input (n,) ...
         scale: ... and what the rest is divided by for what the activation below returned (n,).
         slope_below: slope of that activation below zero.
-        lower_bias_gradient: of the layer below (C,), of whose channels the inputs are n / C each, one after the other.
+        lower_bias_gradient: of the layer below (C,); each channel makes n / C of the inputs, one after the other.
         lower_scale: factor of the normalization behind that layer (C,).
     """
 

@@ -1,6 +1,6 @@
 r"""Pixels behind the first convolution, by expectation propagation (Minka, 2001).
 
-The posterior of X is a product of factors, each of which is replaced by a Gaussian, its *site*:
+The posterior of X is a product of factors. Each is replaced by a Gaussian, its *site*:
 
 - the prior, which is Gaussian already;
 - for each filter o and cell k, "the largest of the P outputs w_o . U_l(k,p) is t_ok": a mixture over which one it is,

@@ -104,7 +104,7 @@ def solve_layer(equations: Equations, statistics: tuple[Tensor, Tensor] | None =
     Args:
         equations: of the layer.
         statistics: mean and standard deviation (I,) of an image's normalization for the first layer of a network; None
-            for one further up, of whose input nothing is expected.
+            for one further up, where nothing is expected of the input.
     """
     if not equations.layer.positions_unknown:
         prior = None if statistics is None else image_prior(equations.layer, *statistics, 0.3).with_smoothness(1e-5)

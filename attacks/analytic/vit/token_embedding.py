@@ -194,7 +194,7 @@ def _weight_ref(graph: Graph, layer: int) -> Ref:
 
 
 def _position_embedding(graph: Graph, segment: Segment) -> tuple[str, Tensor | None] | None:
-    """Return the parameter of which a sum adds a number to each of each token, and where each of its numbers lies."""
+    """Return the parameter whose numbers a sum adds to those of the tokens, and where each of them lies."""
     node = graph.nodes[segment.nodes[0]]
     other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and parameters_behind(graph, arg)]
     taken = graph.value(segment.start)

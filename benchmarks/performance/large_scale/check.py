@@ -95,7 +95,7 @@ class _Watch(threading.Thread):
 
 
 def compare() -> dict[str, Any]:
-    """Run the grid by one worker, by two, and by two of which one is killed; simulate the latter two before."""
+    """Run the grid by one worker, by two, and by two with one killed; simulate the latter two before."""
     plan = prepare(yaml_config.read(experiment()), device="cpu")
     with tempfile.TemporaryDirectory() as place:
         alone = run(Path(place) / "alone", 1)

@@ -54,7 +54,7 @@ def seconds_of(work: Callable[[], Any], clock: Callable[[], float] = time.proces
 
 # ---- many clients ----------------------------------------------------------------------------------------------------
 def clients(name: str, count: int, scored: int) -> dict[str, float]:
-    """Measure a federation of so many clients of a tiny network, all of which train in its round.
+    """Measure a federation of so many clients of a tiny network, who all train in its round.
 
     Args:
         name: of the method, at its defaults.

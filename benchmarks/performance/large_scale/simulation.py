@@ -92,7 +92,7 @@ class KilledError(BaseException):
 
 
 class VirtualClock:
-    """Time for threads of which one runs at a time; it goes on to the moment at which the next one wakes."""
+    """Time for threads that run one at a time; it goes on to the moment at which the next one wakes."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -149,7 +149,7 @@ def _packed() -> Iterator[Situation]:
 
 
 def _thinned() -> Iterator[Situation]:
-    """Yield updates of which numbers are missing."""
+    """Yield updates with missing numbers."""
 
     def largest(value: Tensor) -> Tensor:
         return value * (value.abs() >= value.abs().flatten().quantile(0.8))

@@ -215,7 +215,7 @@ def _bests(first: Mapping[tuple[str, str], ResultGroup]) -> list[Block]:
 
 
 def _unscored(numbered: NumberedGroups) -> list[Block]:
-    """Return methods of which clients that never take part can't be scored, and why."""
+    """Return methods where clients that never take part can't be scored, and why."""
     if not numbered.run.settings.section("federation").get("held_out_clients"):
         return []
     silent = {cost.method: None for cost in communication_costs(numbered.run.rounds) if not cost.down}

@@ -252,7 +252,7 @@ class SharedRun(Run):
         return True
 
     def missing_rounds(self, training: TrainingTask, task: AttackTask) -> list[int]:
-        """Return the rounds that an attack looks at of which no state is stored; that before the first needs none."""
+        """Return the rounds that an attack looks at whose state is not stored; that before the first needs none."""
         known = self.folder.checkpoints(training.cell).rounds()
         return [number for number in (*task.history_rounds, task.round) if number and number not in known]
 

@@ -1,7 +1,7 @@
 """Data sets in `.npz` files: `images` uint8 [N, H, W, C] or, gray, [N, H, W], `labels` [N], `class_names` [K].
 
 Without `class_names` the classes are numbered, from 0 to the largest label. Of a data set to train on each of them then
-has to occur: labels that count from 1, or leave numbers out, would make classes of which there is no image.
+has to occur: labels that count from 1, or leave numbers out, would make classes without an image.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fl.types import Task, Upload
 
 @dataclass(frozen=True, kw_only=True)
 class PersonalModels(FedAvg):
-    """A base of methods with a model for each client, all of which the server has; `model` says what each is sent.
+    """A base of methods with a model for each client, all kept by the server; `model` says what each is sent.
 
     A model is its shared parameters, and running statistics with them; integer buffers stay as they were at first. A
     client that never takes part receives the plain mean of all models. Memory and checkpoints hold them all.

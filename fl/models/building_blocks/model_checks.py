@@ -54,7 +54,7 @@ def refuse_parted(model: nn.Module, error: Exception) -> None:
 
     Args:
         model: that has been seen not to run; networks that convert between their parts do.
-        error: that it raised, of which nothing is said where it is about neither.
+        error: that it raised; nothing is said of it where it is about neither.
 
     Raises:
         ValueError: names two of them, and says what to do.
@@ -96,7 +96,7 @@ def prepare_outputs(
     """Return the shape of the model's outputs for one example, and let it return them alone (changes the model).
 
     Args:
-        model: of which a copy is run.
+        model: a copy of it is run.
         inputs: of the model (B, C, H, W).
         loss: which has to take the outputs.
         choice: which part of what the model returns is meant, where that is not one tensor.
@@ -132,7 +132,7 @@ def _dimensions_if_squeezed(model: nn.Module, inputs: Tensor, choice: Choice, fo
     Networks do so that call `squeeze()`, at their end or behind pooling.
 
     Args:
-        model: of which a copy is run.
+        model: a copy of it is run.
         inputs: of the model (B, C, H, W).
         choice: which part of what the model returns is meant.
         found: that part, of these inputs.
