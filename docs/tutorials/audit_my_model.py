@@ -126,7 +126,7 @@ show(("the client's", image), ("under noise", blurred.inputs))
 # %% [markdown]
 # ## An update that you captured
 #
-# Where you have an update and no batch, give it as `update`: *weights before minus weights after*, by name, or the file that holds them.
+# If you have an update and no batch, give it as `update`: *weights before minus weights after*, by name, or the file that holds them.
 # Say how the client trained, as far as you know. Without the picture nothing can be scored; an exact attack can tell by itself whether
 # it is right.
 
@@ -155,6 +155,6 @@ folder.cleanup()
 # ## What to do next
 #
 # - The command does the same: `hyperleak audit model my_model:build --images faces --count 4 --out audit`.
-# - Give your clients' own `method` (epochs, batches, momentum): one step on one image is the case best for the attacker.
+# - Give your clients' own `method` (epochs, batches, momentum): one step on one image is the best case for the attacker.
 # - An attack that does not apply says why. [Measuring leakage](../concepts/measuring-leakage.md) says when that is an all-clear.
 # - [Use it from Python](../how-to/use-from-python.md) has experiments and figures, too.

@@ -50,7 +50,7 @@ frames = {"unaware": run(knows_defense=False), "adapts": run(knows_defense=True)
 # %% [markdown]
 # ## The table
 #
-# PSNR in dB, mean over six faces. The baseline is each face's own mean color: what a guess scores that knows nothing of the update.
+# PSNR in dB, mean over six faces. The baseline is each face's own mean color: the score of a guess that knows nothing of the update.
 
 # %%
 table = pd.DataFrame(

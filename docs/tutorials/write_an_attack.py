@@ -125,7 +125,8 @@ plt.show()
 # %% [markdown]
 # ## Where it ends
 #
-# Several local steps are no obstacle to the equation as long as one image is fed: every step's input is the same. A batch is one. An attack says "not applicable" with a reason; it never guesses in silence.
+# Several local steps are no obstacle to the equation as long as one image is fed: every step's input is the same. With a batch the equation
+# fails. An attack then says "not applicable" with a reason; it never guesses in silence.
 
 # %%
 several = FedAvg(lr=0.1, steps=5, batch_size=None)
