@@ -21,9 +21,11 @@ from attacks.verification.same_outputs import DIFFERENT, WholeNetwork
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     CHANNELS_CONTRAST_LOOSE,
+    CHANNELS_CONTRAST_NEARLY,
     CHANNELS_CONTRAST_OPEN,
     CHANNELS_SHIFT_OPEN,
     CONTRAST_LOOSE,
+    CONTRAST_NEARLY,
     CONTRAST_OPEN,
     FEWER_GIVEN,
     FOLDED,
@@ -71,13 +73,13 @@ class Doubt:
     Attributes:
         reason: in words, with places for numbers.
         seen: of the pictures' numbers, that the update tells.
-        remarks: what a result says of itself then; none says that it is one of several, or seen in part.
+        remarks: what a result says of itself then; None says that it is one of several, or seen in part.
         near: whether a picture may count as near where most of its numbers are told.
     """
 
     reason: str
     seen: int = 0
-    remarks: frozenset[Remark] = frozenset()
+    remarks: frozenset[Remark] | None = None
     near: bool = True
 
 
@@ -136,7 +138,8 @@ class _BorneOut:
         """Return the result, not verified for a reason that is noted."""
         held, count = self.held, self.inputs.numel()
         several = {Remark.ONE_OF_SEVERAL} if held.verified else set()  # of one that is borne out alone many are left
-        remarks = doubt.remarks or (several if doubt.reason in WHOLLY_GIVEN else {Remark.PARTLY_SEEN})
+        usual = several if doubt.reason in WHOLLY_GIVEN else {Remark.PARTLY_SEEN}
+        remarks = usual if doubt.remarks is None else doubt.remarks
         said = doubt.reason.format(seen=doubt.seen, unseen=count - doubt.seen, count=count)
         held = held.with_note(said if self.view.task.inputs.is_image else said.replace("picture", "example"), *remarks)
         near = doubt.near and doubt.seen >= LEAST_SEEN * count
@@ -224,8 +227,10 @@ def _doubt_contrast(found: _BorneOut) -> Doubt | None:
         scale = Remark.SCALES_TAKEN_OFF if told.of_channels else Remark.SCALE_TAKEN_OFF
         words = CHANNELS_CONTRAST_LOOSE if told.of_channels else CONTRAST_LOOSE
         return Doubt(words, found.inputs.numel(), frozenset({scale}))
-    words = CHANNELS_CONTRAST_OPEN if told.of_channels else CONTRAST_OPEN
-    return Doubt(words, 0 if told.extent == "open" else found.inputs.numel())
+    if told.extent == "nearly":  # it is no one of several, but known less well
+        words = CHANNELS_CONTRAST_NEARLY if told.of_channels else CONTRAST_NEARLY
+        return Doubt(words, found.inputs.numel(), frozenset())
+    return Doubt(CHANNELS_CONTRAST_OPEN if told.of_channels else CONTRAST_OPEN)
 
 
 CHECKS: tuple[Callable[[_BorneOut], Doubt | None], ...] = (

@@ -106,12 +106,21 @@ NEGATIVE = (
     "of the other one"
 )
 CONTRAST_OPEN = (
-    "one of several pictures that make the update: the network takes their brightness or contrast off, so that these "
-    "are open"
+    "one of several pictures that make the update: others of another brightness or contrast make it to its rounding, "
+    "as where the network takes brightness or contrast off"
 )
 CHANNELS_CONTRAST_OPEN = (
-    "one of several pictures that make the update: the network takes brightness or contrast off their channels, so "
-    "that those of each channel are open"
+    "one of several pictures that make the update: others, of which single channels have another brightness or "
+    "contrast, make it to its rounding, as where the network takes brightness or contrast off their channels"
+)
+CONTRAST_NEARLY = (
+    "borne out, but not confirmed to a quarter of a level: pictures that are a little brighter or darker, or of a "
+    "little more or less contrast, make the update to its rounding, too, and such of quite another do not"
+)
+CHANNELS_CONTRAST_NEARLY = (
+    "borne out, but not confirmed to a quarter of a level: pictures of which single channels are a little brighter or "
+    "darker, or of a little more or less contrast, make the update to its rounding, too, and such of quite another do "
+    "not"
 )
 CONTRAST_LOOSE = (
     "the picture is known up to its brightness and contrast: pictures of another make the update as nearly as it does"

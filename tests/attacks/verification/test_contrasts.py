@@ -12,7 +12,8 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.confirmation import confirm
 from attacks.verification.contrasts import ask_contrast
 from attacks.verification.update_comparison import UpdateComparison
-from fl.capture import from_batch
+from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
@@ -208,3 +209,20 @@ def test_a_batch_with_a_flat_picture_hides_no_other_contrast() -> None:
     true[1] = 0.4 + 1e-3 * true[1]
     held = claimed(colored("whole"), 0.5 + 0.6 * (true - 0.5), true=true)
     assert (held.verified, held.approximate) == (None, False), held.note
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_a_picture_whose_brightness_rounding_leaves_open_a_little_is_no_one_of_several(kind: torch.dtype) -> None:
+    """The network takes none off; weights of few digits tell brightness to some levels."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, 5))
+    initialize(model, stream(0, "few digits"))
+    true = torch.randint(256, (1, 1, 8, 8), generator=stream(1, "few digits")) / 255
+    view, truth = from_batch(model, true, torch.tensor([2]), method=FedAvg(lr=0.1, steps=1, batch_size=None))
+    update = {name: value.to(kind) for name, value in view.update.items()}
+    view = from_update(model.to(kind), update, input_shape=(1, 8, 8), num_classes=5, method=view.method)
+    held = confirm(view, Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True))
+    assert isinstance(held, Reconstruction)
+    assert (held.verified, held.approximate) == ((True, False) if kind == torch.float32 else (None, True)), held.note
+    assert Remark.ONE_OF_SEVERAL not in held.remarks
+    assert ("a little brighter or darker" in held.note) is (kind == torch.float16)
+    assert "takes brightness" not in held.note
