@@ -289,8 +289,11 @@ def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
         output_shape: of one example.
 
     Raises:
-        ValueError: the user says that targets are classes, and outputs are no logits of them.
+        ValueError: the user says that targets are classes, and outputs are no logits of them; or there is no function
+            of the name that was given.
     """
+    if isinstance(loss, NamedFunction):
+        _find(loss.function)  # of an update without labels nobody may call it later
     if not isinstance(loss, NamedFunction | GivenFunction) or loss.targets != "known":
         if isinstance(loss, OwnLoss) and loss.takes_classes and (len(output_shape) != 1 or output_shape[0] < 2):
             raise ValueError(

@@ -136,6 +136,17 @@ class Counting(nn.Module):
         return nn.functional.mse_loss(outputs + 0.1 * torch.randn_like(outputs), targets)
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("torch.nn.functional:no_such_loss", "expected a function 'no_such_loss'"), ("no_such_module:loss", "no module")],
+)
+@pytest.mark.parametrize("targets", ["known", "free"])
+def test_a_function_that_is_not_there_is_refused_before_anybody_calls_it(function, said, targets):
+    """Of an update without labels nobody does."""
+    with pytest.raises(ValueError, match=said):
+        known_loss(NamedFunction(function=function, targets=targets), torch.Size([3]))
+
+
 def test_a_function_that_is_asked_stays_as_it_was_and_may_raise_anything():
     own, before = build_loss(Counting()), torch.get_rng_state()
     assert known_loss(own, torch.Size([3])) == own
