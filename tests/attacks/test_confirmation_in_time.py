@@ -131,7 +131,11 @@ AVERAGED = (*CONVOLUTIONS, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 
 
 @pytest.mark.parametrize(
     ("attack", "module", "layers"),
-    [("cascade", "cascade", POOLED), ("backsolve", "backsolve", AVERAGED), ("rconv", "recursive.base", FLAT)],
+    [
+        ("cascade", "cascade", POOLED),
+        ("backsolve", "backsolve", AVERAGED),
+        ("rconv", "recursive.layerwise_inversion", FLAT),
+    ],
 )
 @pytest.mark.parametrize("seconds_over", [0.5, 2.0])
 def test_pictures_are_not_lost_where_the_time_limit_comes_before_their_labels(
