@@ -243,7 +243,7 @@ def in_known_digits(value: float, error: float, unlike: float, enough: int = MOS
         text = f"{value:.{digits}g}"
         is_known = abs(float(text) / value - 1) <= MIN_SIGMAS * error
         if (is_known or digits >= enough) and float(text) != unlike:
-            return text
+            return f"{float(text):.{MOST_DIGITS}g}"  # 10, not 1e+01
     return f"{value:.{MOST_DIGITS}g}"
 
 

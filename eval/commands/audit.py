@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -153,6 +154,8 @@ _ANY = "any"
 _NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
 _NO_FILE = "expected FILE, the update, or --after FILE, the weights that came back (`hyperleak audit update --help`)"
 _NO_DATASET = "expected --dataset beside --method: what the method is trained on (`hyperleak list datasets`)"
+MISSPELLED = 0.8
+"""Similarity of words from which one is taken for a slip in the other."""
 _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "model": (
         "target",
@@ -361,6 +364,11 @@ class SourceGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words of the command line."""
+        word = args[0] if args and ":" not in args[0] and not args[0].startswith("-") else ""
+        meant = get_close_matches(word, _ARGUMENTS, n=1, cutoff=MISSPELLED)
+        if word not in self.commands and meant:
+            print_message(f"error: no source {word!r}; did you mean {meant[0]!r}?")
+            raise typer.Exit(USAGE)
         if not args or (args[0] not in self.commands and args[0] != "--help"):
             args = [_ANY, *args]
         return super().parse_args(ctx, args)

@@ -112,7 +112,8 @@ def test_a_step_size_that_is_off_in_a_later_digit_is_no_size_of_gradients(lr, wr
 
 
 @pytest.mark.parametrize(
-    ("lr", "stated", "written"), [(1e-7, 1e-6, "1e-07"), (3e-3, 1e-3, "0.003"), (1.234567e-4, 1.23e-4, "0.0001235")]
+    ("lr", "stated", "written"),
+    [(1e-7, 1e-6, "1e-07"), (1e-2, 1e-3, "0.01"), (3e-3, 1e-3, "0.003"), (1.234567e-4, 1.23e-4, "0.0001235")],
 )
 def test_another_step_size_is_named_in_known_digits_and_never_as_the_one_stated(lr, stated, written):
     """Those of a step far below the weights' last place are few."""
@@ -121,6 +122,7 @@ def test_another_step_size_is_named_in_known_digits_and_never_as_the_one_stated(
     assert isinstance(found, NotApplicable)
     assert f"give lr: {written}, another optimizer" in found.reason
     assert "is 1 times" not in found.reason
+    assert "e+" not in found.reason
 
 
 def test_gradients_that_are_all_small_are_no_other_step_size():

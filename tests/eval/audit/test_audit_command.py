@@ -213,6 +213,8 @@ def test_labels_that_the_attacker_knows_are_given_without_images(mine, tmp_path)
         (["MINE:build"], "expected --images"),
         (["MINE:nothing"], "got int"),
         (["MINE"], "expected module:function"),
+        (["my_model"], "expected module:function"),
+        (["updat", "nowhere.npz"], "no source 'updat'; did you mean 'update'?"),
         (["no_such_module:build"], "no module 'no_such_module'"),
         (["MINE:whole", "--dataset", "faces"], "--dataset goes with --method alone"),
         (["MINE:build", "--images", "nowhere.npz"], "no file nowhere.npz"),

@@ -33,9 +33,11 @@ def pictures(count: int) -> Tensor:
     return (torch.rand(count, 3, 4, 4, generator=stream(0, "pictures")) * 255).round() / 255
 
 
-def mismatch(loss: Callable[[Tensor, Tensor], Tensor], count: int, *, wrong: bool = False) -> str:
+def mismatch(
+    loss: Callable[[Tensor, Tensor], Tensor], count: int, *, wrong: bool = False, trained: Tensor = LABELS
+) -> str:
     model, images, labels = network(), pictures(count), LABELS[:count]
-    loss(model(images), labels).backward()
+    loss(model(images), trained[:count]).backward()
     update = {name: 0.1 * value.grad for name, value in model.named_parameters()}
     given = 1 - images if wrong else images
     return hyperleak.audit(
@@ -56,3 +58,11 @@ def test_the_loss_is_not_blamed_for_wrong_images() -> None:
     said = mismatch(smoothed, 2, wrong=True)
     assert "is not what this model makes of these images" in said
     assert "state the loss that was trained with" not in said
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_other_labels_are_named_in_place_of_another_loss(count: int) -> None:
+    said = mismatch(functional.cross_entropy, count, trained=LABELS.flip(0))
+    found, given = (", ".join(map(str, labels[:count].tolist())) for labels in (LABELS.flip(0), LABELS))
+    assert f"makes it with other labels, {found} in place of {given}" in said
+    assert "loss that was trained with" not in said
