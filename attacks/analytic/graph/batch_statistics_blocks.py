@@ -25,7 +25,7 @@ from attacks.analytic.graph.batch_statistics import (
     solve_inputs,
 )
 from attacks.analytic.graph.mask_correction import correct_mask
-from attacks.analytic.graph.solver import MIN_DIRECTION, UNSHIFTED
+from attacks.analytic.graph.shift_signals import MIN_DIRECTION, UNSHIFTED
 from attacks.network.autograd_support import pull_back_or_zeros
 
 SHIFT_SHARE = 0.8

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from attacks.analytic.graph.joint_least_squares import KnownEntries, LinearEquations
+from attacks.analytic.graph.joint_equations import KnownEntries, LinearEquations
 from attacks.analytic.graph.layer_solves import KnownSignal, have_redundancy
 from attacks.analytic.graph.output_equations import OutputEquations
 

@@ -112,8 +112,8 @@ def _solve_for_features(solver: GraphSolver, shape: Sequence[int]) -> GraphSolve
     """
     count = solver.images
     solver.run()
-    if not solver.solved and solver.distinct is not None:
-        return FewerImages(solver.distinct)
+    if not solver.solved and solver.shifts.distinct is not None:
+        return FewerImages(solver.shifts.distinct)
     if not solver.solved and count == 1:
         end = _explain_end(solver)
         solver.begin_at_linear_layers()

@@ -17,13 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import (
-    GradientEquations,
-    JointSolver,
-    KnownEntries,
-    LinearEquations,
-    OutOfTimeError,
-)
+from attacks.analytic.graph.joint_equations import GradientEquations, KnownEntries, LinearEquations
+from attacks.analytic.graph.joint_least_squares import JointSolver, OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.unsent_entries import EXACT, AndersonAcceleration, masked_least_squares
 from attacks.search_control import check_time_limit

@@ -40,10 +40,10 @@ class Activation:
 
 @dataclass(frozen=True)
 class SingleEntries:
-    """A tensor each of whose numbers is one number t of other tensors, scaled and shifted: slope * t[index] + offset.
+    """A tensor made of single numbers t of other tensors, scaled and shifted: slope * t[index] + offset.
 
     Attributes:
-        tensors: the others, of which t has all numbers, one after the other.
+        tensors: the others; t has all their numbers, one after the other.
         index: (N,), into t.
         slope: (N,).
         offset: (N,).
@@ -173,6 +173,11 @@ class NetworkGraph:
             if above is None:
                 return None
             ref, slope = Ref(above[0]), slope * above[1]
+
+    def is_rectified(self, ref: Ref) -> bool:
+        """Return whether a ReLU made a tensor."""
+        activation = self.activations.get(ref.node)
+        return activation is not None and activation.slope == 0
 
     def sole_scaling(self, ref: Ref) -> tuple[int, Tensor] | None:
         """Return the operation that alone takes a tensor, and its slope, where it scales and shifts every number."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import KnownEntries
+from attacks.analytic.graph.joint_equations import KnownEntries
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.network.autograd_support import pull_back_or_zeros
 from attacks.network.operation_trace import Ref

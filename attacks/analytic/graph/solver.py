@@ -15,15 +15,12 @@ from attacks.analytic.graph.image_factors import (
 )
 from attacks.analytic.graph.input_projections import solve_projection, weighted_projection
 from attacks.analytic.graph.joint_least_squares import OutOfTimeError
-from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     NEARLY_OPEN,
-    NO_GRADIENT,
     KnownSignal,
     SolvedInput,
     count_shortfall,
     error_by_gradients,
-    fit_in_turn,
     have_redundancy,
     open_above,
     solve_input,
@@ -35,9 +32,7 @@ from attacks.analytic.graph.normalized_layers import find_normalized_layers, is_
 from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
-from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
-from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
-from attacks.analytic.graph.unsent_entries import complete_low_rank
+from attacks.analytic.graph.shift_signals import ShiftSignals
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.search_control import check_time_limit
 
@@ -51,23 +46,10 @@ MAX_SIGNED_MISFIT = 1e-4
 """Misfit of what is known above, at most, for a search by signs: what is less precise hides which numbers are zero."""
 MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
-MIN_CHANNEL_SIGNAL, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
-"""Share of the largest signal above which a channel counts, and how far from two values its signals may be."""
-CLEAR_GAP = 1e4
-"""How many times larger the gradient's last singular value that counts is than the next one, where noise counts for
-nothing."""
-MIN_DIRECTION = 1e-7
-"""Share of the largest singular value of a gradient below which a direction is rounding."""
 MIN_LIKENESS = 0.99
 """Cosine of what an image makes of a tensor and what was solved for there, at least, for both to be of one image."""
-MIN_ROUNDS = 2
-"""Rounds of unmixing, beside one for each image."""
 ASKED_OF_UPDATES = " (is it one plain step on so many images, with statistics of batch norm fixed?)"
 """What may be wrong where a layer's equations contradict each other."""
-UNSHIFTED = (
-    "not a convolution of stride 1 with zeros at the rim that keeps the size: its gradient has no shifts of a map"
-)
-"""Why a layer cannot be begun with."""
 NO_SIZE_ABOVE = "its output is normalized, and above it each image is known up to a factor alone"
 """Why a layer is not solved for from above."""
 
@@ -115,9 +97,9 @@ class GraphSolver:
         ends: why layers' inputs could not be solved for, by the layer's weight: facts about these layers.
         waiting: which signal was missing, of layers that were never asked for lack of one above.
         anchor: weight of the convolution whose shifts gave the first signals; empty before.
+        shifts: finds what flows back into a convolution by the shifts of its gradient.
         scaled: whether the signals found last have the images' sizes, rather than a factor for each.
         before_anchor: what was known before the convolution that gave the signals found last.
-        distinct: images that the first gradient with shifts is of, where these are fewer; or None.
     """
 
     network: NetworkGraph
@@ -130,10 +112,11 @@ class GraphSolver:
     waiting: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
     scaled: bool = False
-    distinct: int | None = None
+    shifts: ShiftSignals = field(init=False)
     before_anchor: Propagation = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shifts = ShiftSignals(self.network, self.images, self.ends)
         self.before_anchor = self.known.snapshot()
 
     def run(self, lowest: int = IMAGE) -> None:
@@ -167,7 +150,7 @@ class GraphSolver:
             for _, name in self.network.bias_like_parameters(number):
                 sent = self.network.gradient[name]
                 if name in self.network.sent:
-                    continue  # an output of which nothing was sent has an unknown signal
+                    continue  # where nothing was sent of an output its signal is unknown
                 if bool(sent.any()) and sent.numel() == like.numel():  # not one number for all outputs
                     self._begin_with(number, sent.reshape(like.shape))
         if self.scaled:
@@ -176,7 +159,7 @@ class GraphSolver:
             self.run()
 
     def _begin_with(self, number: int, signal: Tensor) -> None:
-        """Note what flows back into what an operation made, and into the layers of which that is a scaling."""
+        """Note what flows back into what an operation made, and into the layers that it scales."""
         self.known.set_signal(Ref(number), signal)
         self.scaled = True
         for below in self.network.layers:
@@ -208,7 +191,7 @@ class GraphSolver:
         of the tensor that was solved for last tells it.
         """
         for number in self._users(ref):
-            found = self._find_anchor(number)
+            found = self.shifts.find(number, is_first=not self.anchor)
             if found is None:
                 continue
             before = self.known.snapshot(), self.scaled, self.before_anchor, list(self.solved)
@@ -277,117 +260,6 @@ class GraphSolver:
                 return
             self.known.restore(*before)
 
-    def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
-        """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
-        layer = self.network.layers[number]
-        if not layer.keeps_size:
-            if not self.anchor and max(layer.weight.shape[2:]) > 1:
-                self.ends.setdefault(layer.name, UNSHIFTED)
-            return None
-        gradient = self._whole_gradient(layer)
-        columns = None if gradient is None else self._find_columns(layer, gradient)
-        return None if columns is None else self._tell_images_apart(number, columns)
-
-    def _whole_gradient(self, layer: LayerEquations) -> Tensor | None:
-        """Return a convolution's gradient with what the defense left out, or None where it tells too little."""
-        if not bool(layer.gradient.any()):
-            self.ends.setdefault(layer.name, NO_GRADIENT)
-            return None
-        positions = layer.output_shape[2] * layer.output_shape[3]
-        rank = self.images * positions
-        channels, inputs = layer.weight.shape[:2]
-        if rank > channels or rank > 3 * inputs:
-            equations = f"{min(channels, 3 * inputs)} directions for {rank} positions of {self.images} images"
-            few = f"too few channels to tell positions apart: {equations}{self._count_equal(layer)}"
-            self.ends.setdefault(layer.name, few)  # why what is known from above gave no input comes first
-            return None
-        gradient = layer.gradient
-        if layer.sent is None:
-            return gradient
-        complete = complete_low_rank(gradient.flatten(1), layer.sent.flatten(1), rank)
-        if complete is None:
-            few = f"{int((gradient != 0).sum())} of its gradient's {gradient.numel()} entries are other than zero"
-            self.ends.setdefault(
-                layer.name, f"{few}, the defense left some out: too few to tell a matrix of rank {rank}"
-            )
-            return None
-        return complete.reshape(gradient.shape)
-
-    def _find_columns(self, layer: LayerEquations, gradient: Tensor) -> Tensor | None:
-        """Return mixtures (C, P, B) of the images' signals, or None where too few directions flow back."""
-        height, width = layer.output_shape[2:]
-        found = find_signal_columns(gradient, (height, width), self.images)
-        if not found.weakest > MIN_DIRECTION:
-            few = f"what flows back has fewer than {self.images * height * width} independent directions"
-            self.ends.setdefault(layer.name, few + self._count_equal(layer))
-            return None
-        is_noisy = found.gap < CLEAR_GAP or layer.sent is not None
-        return self._fit_columns(layer, found.columns) if is_noisy else found.columns
-
-    def _tell_images_apart(self, number: int, columns: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the signal of each image (C, P, B) out of mixtures, and whether it is two-valued; None if they don't.
-
-        What is not confirmed is believed if it looks right: the equations below would contradict it.
-        """
-        layer, slope = self.network.layers[number], self._slope_above(number)
-        two_valued = unmix_two_valued(columns, slope=slope, rounds=MIN_ROUNDS + self.images)
-        if two_valued.directions.shape[1] == self.images:
-            single = columns @ two_valued.directions
-            if bool(two_valued.confirmed.all()) or _look_two_valued(single, slope):
-                # of a leaky ReLU signals of one value may be of either, and of a curved activation they are not two
-                return single, slope == 0 and self.network.gate(Ref(number)) is not None
-        if self.images == 1:
-            return columns, False
-        told, positions = int(two_valued.confirmed.sum()), columns.shape[1]
-        for rows in (columns, _neighbor_differences(columns)) if positions > 1 else (columns,):
-            sparse = unmix_sparse(rows.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
-            if int(sparse.confirmed.sum()) == self.images:
-                return columns @ sparse.directions, False
-            told = max(told, int(sparse.confirmed.sum()))
-        single_by_input = self._tell_apart_by_input(number, columns)
-        if single_by_input is not None:
-            return single_by_input, False
-        few = f"the signals of {told} of {self.images} images could be told apart"
-        self.ends.setdefault(layer.name, few + self._count_equal(layer))  # which rounding may have hidden further up
-        return None
-
-    def _tell_apart_by_input(self, number: int, columns: Tensor) -> Tensor | None:
-        """Return the signal of each image (C, P, B) by the zeros of what a ReLU made for the layer, or None.
-
-        With signals mixed by A^T inputs are mixed by A^-1: what takes single images out of the one, V, has its inverse
-        transposed for the other.
-        """
-        layer = self.network.layers[number]
-        if not self._is_rectified(self.network.layer_input(number)):
-            return None
-        mixed = solve_input([KnownSignal(layer, columns.permute(2, 0, 1).reshape(layer.output_shape))])
-        if mixed is None:
-            return None
-        found = unmix_sparse(mixed.values.flatten(1).mT, nonnegative=True, rounds=MIN_ROUNDS + self.images)
-        return columns @ torch.linalg.inv(found.directions).mT if found.complete else None
-
-    @staticmethod
-    def _fit_columns(layer: LayerEquations, columns: Tensor) -> Tensor:
-        """Return columns (C, P, B) that explain all of a noisy gradient better."""
-        fitted = fit_in_turn(layer, columns.permute(2, 0, 1).reshape(layer.output_shape))
-        return fitted.flatten(2).permute(1, 2, 0)
-
-    def _slope_above(self, number: int) -> float:
-        """Return the slope below zero of the activation that takes a layer's output; 0 where there is none."""
-        gate = self.network.gate(Ref(number))
-        return 0.0 if gate is None else self.network.activations[gate[0]].slope
-
-    def _count_equal(self, layer: LayerEquations) -> str:
-        """Note how many distinct images a layer's gradient is of, where these are fewer, and say so."""
-        if layer.sent is not None:
-            return ""
-        positions = layer.output_shape[2] * layer.output_shape[3]
-        distinct = count_images(layer.gradient, positions, self.images)
-        if distinct is None or distinct >= self.images:
-            return ""
-        self.distinct = self.distinct or distinct
-        return f", as of {distinct} distinct images"
-
     def _set_anchor(self, number: int, columns: Tensor, two_valued: bool) -> None:
         """Note what flows back into a convolution, with the images' factors where a bias tells them."""
         layer, out = self.network.layers[number], Ref(number)
@@ -447,7 +319,7 @@ class GraphSolver:
             self.ends[" and ".join(names)] = str(reason)
         else:
             self._note_values(ref, found.solved, names)
-            if self._is_rectified(ref):
+            if self.network.is_rectified(ref):
                 # a wrong bit spoils all numbers normalized with it
                 correct_by_biases(self.known, ref.node, found.solved.values)
 
@@ -475,7 +347,9 @@ class GraphSolver:
         outputs = find_output_equations(self.known, ref, signals[0].layer.input_shape) if self.scaled else None
         bits = [known.bits for known in signals]
         reason, best = "", None
-        for equations in equation_sets(signals, outputs, rectified=self._is_rectified(ref), precise=self._is_precise()):
+        for equations in equation_sets(
+            signals, outputs, rectified=self.network.is_rectified(ref), precise=self._is_precise()
+        ):
             for known, before in zip(signals, bits, strict=True):
                 known.bits = before  # a solution that is not believed has turned some for nothing
             solved = self._solve_by(equations, signals)
@@ -545,11 +419,6 @@ class GraphSolver:
         """Return whether what was solved for last is so precise that zeros below it can be told from small numbers."""
         return bool(self.solved) and self.solved[-1].misfit < MAX_SIGNED_MISFIT
 
-    def _is_rectified(self, ref: Ref) -> bool:
-        """Return whether a ReLU made a tensor."""
-        activation = self.network.activations.get(ref.node)
-        return activation is not None and activation.slope == 0
-
     def _stands_out(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input with few equations to spare is not believed: a wrong bit goes into all of its numbers."""
         usual = max((tensor.misfit for tensor in self.solved), default=solved.misfit)
@@ -612,7 +481,7 @@ class GraphSolver:
         self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
 
     def _undo_arrangement(self, ref: Ref, values: Tensor) -> tuple[Ref, Tensor] | None:
-        """Return the tensor of which an operation that only arranges numbers made this one, and its values, or None."""
+        """Return the tensor that an operation made this one of by arranging numbers alone, and its values, or None."""
         flows = self.network.flows_into(ref.node) if ref.node >= 0 and self.network.is_affine(ref.node) else []
         if len(flows) != 1 or len(self.network.consumers[flows[0]]) != 1 or flows[0].node == IMAGE or ref.output:
             return None  # a further output, as of split, is a part
@@ -626,7 +495,7 @@ class GraphSolver:
         return bool((self.network.graph.value(ref) >= 0).all())
 
     def _find_signals(self) -> None:
-        """Solve for what flows back into layers of which only the input is known."""
+        """Solve for what flows back into layers whose input alone is known."""
         for number, layer in self.network.layers.items():
             if layer.groups != 1 or layer.signal_equations < layer.unknown_signals:
                 continue
@@ -653,27 +522,6 @@ def _doubt(solved: SolvedInput, missed: float) -> str | None:
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:
         return f"{solved.bad_channels} of {solved.channels} channels do not fit{ASKED_OF_UPDATES}"
     return None
-
-
-def _neighbor_differences(columns: Tensor) -> Tensor:
-    """Return differences of disjoint pairs of positions (C, P / 2, B) of signals (C, P, B).
-
-    An image's are zero where a curved activation, such as ELU, was above zero at both: its slope is 1 there.
-    """
-    even = columns[:, : columns.shape[1] // 2 * 2]
-    return even[:, ::2] - even[:, 1::2]
-
-
-def _look_two_valued(columns: Tensor, slope: float) -> bool:
-    """Return whether in nearly all channels with a signal each image (C, P, B) has one number or `slope` times it."""
-    for image in columns.unbind(2):
-        largest = image.gather(1, image.abs().argmax(1, keepdim=True))
-        heard = largest.abs()[:, 0] > MIN_CHANNEL_SIGNAL * largest.abs().max()
-        share = (image / largest)[heard]
-        off = torch.minimum((share - slope).abs(), (share - 1).abs()).amax(1)
-        if float(off.quantile(0.9)) > MAX_TWO_VALUE_ERROR:
-            return False
-    return True
 
 
 def _two_values(signal: Tensor) -> tuple[Tensor, Tensor]:

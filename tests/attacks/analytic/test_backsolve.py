@@ -441,7 +441,7 @@ def test_noise_of_the_top_convolution_is_spread_over_its_whole_gradient(monkeypa
         assert isinstance(result, Reconstruction)
         assert result.inputs is not None
         found += decibels(result.inputs, images)
-        monkeypatch.setattr("attacks.analytic.graph.solver.CLEAR_GAP", 0.0)  # the columns are taken as they are
+        monkeypatch.setattr("attacks.analytic.graph.shift_signals.CLEAR_GAP", 0.0)  # the columns are taken as they are
     assert found[0] > found[1] + 3
 
 

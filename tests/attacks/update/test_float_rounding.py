@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.pictures import STEP, attack, photograph, victim
 
-import attacks.analytic.cascade
+import attacks.analytic.recursive.chain_descent
 import fl.models
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.solution import LayerSolution
@@ -85,13 +85,13 @@ def test_what_is_sent_in_half_precision_is_not_taken_for_more() -> None:
 
 def test_cascade_tells_its_layers_how_each_number_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Equations] = []
-    solve_layer = attacks.analytic.cascade.solve_layer
+    solve_layer = attacks.analytic.recursive.chain_descent.solve_layer
 
     def spy(equations: Equations, *rest: Any) -> LayerSolution:
         told.append(equations)
         return solve_layer(equations, *rest)
 
-    monkeypatch.setattr(attacks.analytic.cascade, "solve_layer", spy)
+    monkeypatch.setattr(attacks.analytic.recursive.chain_descent, "solve_layer", spy)
     view = view_of()
     attack(view)
     upper, lower = told

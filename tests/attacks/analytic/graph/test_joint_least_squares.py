@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import GradientEquations, JointSolver, KnownEntries, _BlockMatrix
+from attacks.analytic.graph.block_matrices import BlockMatrix
+from attacks.analytic.graph.joint_equations import GradientEquations, KnownEntries
+from attacks.analytic.graph.joint_least_squares import JointSolver
 from fl.seeds import stream
 
 IMAGES, CHANNELS, SIDE = 2, 3, 4
@@ -159,7 +161,7 @@ def test_blocks_are_inverted_at_the_free_numbers_of_each_channel() -> None:
     free[:, :70] = False
     added, x = (torch.rand(10, 150, generator=draw, dtype=torch.float64) for _ in range(2))
 
-    found = _BlockMatrix.gram(a, parts).invert_restricted(free, added)(x)
+    found = BlockMatrix.gram(a, parts).invert_restricted(free, added)(x)
 
     for k in range(150):
         at = free[:, k].nonzero()[:, 0]

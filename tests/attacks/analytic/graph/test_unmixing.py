@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.unmixing import _Sparse, unmix_sparse, unmix_two_valued
+from attacks.analytic.graph.sparse_unmixing import SparseUnmixing
+from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
 from fl.seeds import stream
 
 
@@ -147,7 +148,7 @@ def test_rows_of_merged_images_are_not_confirmed_as_images() -> None:
 @pytest.mark.parametrize("row", range(8))
 def test_a_combination_that_one_row_fixes_by_chance_is_not_confirmed(row: int) -> None:
     signals = sparse(512, 16, kind="signals")
-    problem = _Sparse(mixed(signals, noise=1e-8), stream(0, "unmixing", "draw"))
+    problem = SparseUnmixing(mixed(signals, noise=1e-8), stream(0, "unmixing", "draw"))
     both = (signals[:, 0] != 0) & (signals[:, 1] != 0)
     one, other = signals[both][row, :2].tolist()
     inverse = torch.linalg.inv(randn(16, 16, key=(0, "mixing")))
