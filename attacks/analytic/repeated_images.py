@@ -25,7 +25,7 @@ def attack_repeated_image(
 ) -> Reconstruction | None:
     """Return what an attack on one picture finds of a batch that may be that picture alone, as often as it was fed.
 
-    It may as well be the picture beside others of which the network is certain, or a mixture where all that flows back
+    It may as well be the picture beside others that the network is certain of, or a mixture where all that flows back
     has one direction: that is for the whole update to tell, which the result is held to.
 
     Args:

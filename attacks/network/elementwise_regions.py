@@ -91,7 +91,7 @@ def with_activations(graph: Graph, found: Mapping[int, Activation]) -> Graph:
     """Return a record in which activations are single operations.
 
     Args:
-        graph: of any number of images, of the operations of which `found` was read.
+        graph: of any number of images, with the operations that `found` was read off.
         found: as `find_activations` returns them.
     """
     nodes = [

@@ -129,7 +129,7 @@ def search(stem: Stem, truth: Tensor) -> Tensor:
 
     Args:
         stem: of the picture.
-        truth: the picture (1, 3, H, W), of which its gradient is made.
+        truth: the picture (1, 3, H, W) that makes the gradient.
     """
     wanted, size = stem.gradient(truth), (stem.values * stem.passed).square().sum()
     at = torch.rand(truth.shape, generator=stream(0, "start")) * 0.2 + 0.4

@@ -1,4 +1,4 @@
-"""What `benchmarks.hyperfl.several_steps` searches: whose updates, of which local work, attacked how."""
+"""What `benchmarks.hyperfl.several_steps` searches: whose updates, after what local work, attacked how."""
 
 from __future__ import annotations
 

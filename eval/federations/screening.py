@@ -484,7 +484,7 @@ def _with_weights(model: nn.Module, known: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _without_scale(subject: Subject) -> Subject:
-    """Return an update of which nobody knows the step size, so that how large it is confirms nothing."""
+    """Return an update of unknown step size, so that how large it is confirms nothing."""
     return replace(subject, view=replace(subject.view, scale_unknown=True))
 
 

@@ -113,7 +113,7 @@ class InputForm:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is one picture, of which total variation and structural similarity say something."""
+        """Whether it is one picture, for which total variation and structural similarity mean something."""
         return self.kind == "image"
 
     @property

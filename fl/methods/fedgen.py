@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fl.network import Network
 
 GENERATOR, OPTIMIZER, KEYS, SEED = "generator", "optimizer", "keys", "seed"
-"""Payloads of `ServerState.own`, the first of which clients receive; and the name in the last of a seed."""
+"""Payloads of `ServerState.own` (clients receive the first); and the name in the last of a seed."""
 SHARES = "label_shares"
 """Name of what clients send as the shares of their images that each label has (K,)."""
 COUNTING_GROUP = Group(prefixes=(SHARES,), lr=1.0)

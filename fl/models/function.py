@@ -35,7 +35,7 @@ class FunctionNetwork(Network):
 
     The function is called without arguments, or with `num_classes` and `input_shape` (C, H, W) if it has parameters of
     these names. What it draws from torch's global generator follows from the seed of the run. It may return a model or
-    (model, images, labels), as for audits, of which a run takes the model; a class, or a model itself, does as well.
+    (model, images, labels), as for audits (a run takes the model); a class, or a model itself, does as well.
 
     Attributes:
         function: `module:function`; the module lies beside the config, in the current folder, or is installed.

@@ -184,7 +184,7 @@ class _CheckedFile(io.FileIO):
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Have an error of the system say of which file it is, as those of a file that is open do not (a full disk)."""
+    """Have an error of the system name its file, as errors of open files do not (a full disk)."""
     try:
         yield
     except OSError as error:

@@ -106,7 +106,7 @@ def forget_computed(model: nn.Module) -> None:
 
 
 def _uncopied_part(model: nn.Module) -> str:
-    """Return which attribute of which part of a network can't be copied, in words; "" where none fails by itself."""
+    """Return which attribute of a network's part can't be copied, in words; "" where none fails by itself."""
     for part, module in model.named_modules():
         for name, value in vars(module).items():
             if name in OF_EVERY_MODULE or isinstance(value, Tensor):

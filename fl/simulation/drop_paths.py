@@ -24,7 +24,7 @@ MOST_DRAWS = 2000
 """How often a module is asked until it has both left its input out and passed it on."""
 
 MOST_OPEN = 6
-"""Modules that weights do not tell apart, of which all combinations are tried."""
+"""Modules that weights do not tell apart; all their combinations are tried."""
 
 
 class _Factor(nn.Module):

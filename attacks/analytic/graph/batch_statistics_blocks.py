@@ -118,7 +118,7 @@ def descend_blocks(blocks: Sequence[NormalizedBlock]) -> Descent:
     """Return the features of blocks, from the top one down as far as their equations do.
 
     Args:
-        blocks: the top one first, each of which takes what the next returns. The top one's output may go through
+        blocks: the top one first, each fed by the next. The top one's output may go through
             anything: pooling and classifier are not looked at.
     """
     above: _Above | None = None

@@ -106,7 +106,7 @@ def _mean_square(pulled: Sequence[Tensor]) -> Tensor:
 
 
 def _product(squares: Tensor) -> Tensor:
-    """Return the nearest product of color and position, none of which is next to zero."""
+    """Return the nearest product of color and position, without a factor next to zero."""
     position, color = squares.mean(1, keepdim=True), squares.mean((2, 3), keepdim=True)
     product = position * color / squares.mean().clamp_min(1e-30)
     return product.clamp_min(LEAST * float(product.max())).clamp_min(1e-30)

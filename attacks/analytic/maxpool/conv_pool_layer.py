@@ -28,7 +28,7 @@ class ConvPoolLayer:
         window: of the pooling, by axis; (1, 1) is none.
         is_average: whether pooling averages instead of taking the maximum.
         images: how many.
-        visible_cells: rows and columns of each image's cells of which anything is known: the layer above saw no
+        visible_cells: rows and columns of each image's cells that anything is known of: the layer above saw no
             others. All if None.
         pool_stride: between windows, by axis, which may overlap; None is the window's own size.
     """

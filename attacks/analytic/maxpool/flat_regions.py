@@ -36,7 +36,7 @@ def snap_flat_regions(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
         levels: of its pixels.
 
     Returns:
-        `now` itself where nothing moves, or the input is on no levels. A pixel of which two levels explain about as
+        `now` itself where nothing moves, or the input is on no levels. A pixel whose two levels explain about as
         much is not determined.
     """
     indices, std = levels.indices(now.fit.x), now.deviations() / levels.step

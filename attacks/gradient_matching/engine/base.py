@@ -125,7 +125,7 @@ class GradientMatching(Attack):
             images in turn.
         max_parallel_trials: trials evaluated at once, at most; fewer where a CPU is faster with fewer (large networks).
         memory_limit_gib: GiB that a batch's evaluation may keep, by an estimate: fewer trials share a batch then, and a
-            view of which even one would not fit is refused; infinity is no limit.
+            view is refused if even one would not fit; infinity is no limit.
         compile: make machine code of searches of 2,000 iterations and more by torch.compile: on a CPU 1.4 to 2.5 times
             as fast after a minute or two of compiling. Takes a C++ compiler, and rounds differently.
     """

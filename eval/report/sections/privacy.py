@@ -292,7 +292,7 @@ def _pooled(numbered: NumberedGroups) -> dict[tuple[str, ...], ResultGroup]:
 
 
 def _observation(run: Run, group: ResultGroup) -> tuple[str, ...]:
-    """Return whose updates an attack is on, and how they are made of an image, but not of which images."""
+    """Return whose updates an attack is on, and how they are made of an image, whatever the images."""
     own = section_of(run.settings.attacks.get(group.attack, {}), "with")
     made = {f"observe.{key}": value for key, value in run.settings.section("observe").items()} | {**own}
     how = sorted(f"{key}={value}" for key, value in made.items() if key not in _CHOICE)

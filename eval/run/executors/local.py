@@ -10,7 +10,7 @@ from typing import Any
 
 
 class LocalExecutor:
-    """Calls what is submitted in as many threads, each of which waits for the process that it starts.
+    """Calls what is submitted in as many threads, each waiting for the process that it starts.
 
     Args:
         options: none.

@@ -74,7 +74,7 @@ class PerSampleNetwork(nn.Module):
         template: the network; it is copied. Its trainable parameters give names and shapes, not values.
 
     Raises:
-        ValueError: a part that can't be run so: parameters some of which are frozen, or a module that holds parameters
+        ValueError: a part that can't be run so: some frozen parameters, or a module that holds parameters
             of its own and batch normalization or dropout below.
     """
 
