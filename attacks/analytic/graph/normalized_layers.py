@@ -15,6 +15,10 @@ x explains the gradient, c x does. Below, what flows back into x is
     s = r + u / c    pulled back through the layer,
 
 r what comes by other ways, such as a shortcut. The next bias below tells c: its gradient is a sum of what flows back.
+
+**With a bias in the layer**, z = W * x + b, the wrong size of x gives the wrong x, and only its product with u hangs
+little on it. The bias's own gradient is the sum of u / c, which tells c nearly. At that size turns are taken again,
+until c is 1. Where each channel is normalized by itself, that sum is zero.
 """
 
 from __future__ import annotations
@@ -55,8 +59,10 @@ DRAWS, TURNS, REMEMBERED, SETTLED = 8, 80, 20, 1e-8
 the change of an input after which none follows, relative to it."""
 MIN_FALL, PATIENCE = 0.9, 12
 """The share to which the misfit must fall, and turns without that at the end."""
-SIZE_ROUNDS = 2
-"""Times that turns are taken and the size is found: what a normalization adds to variances hangs on the size."""
+SIZE_ROUNDS, BIASED_SIZE_ROUNDS, SIZE_SETTLED = 2, 8, 1e-6
+"""Times that turns are taken and the size is found, as what a normalization adds to variances hangs on the size. With a
+bias before the normalization all does, and it takes more, until the size found is that of the round before: by how much
+it may change of itself."""
 MIN_OPEN = 1e-5
 """Share of the largest output of an activation above which it counts as open until sizes are known."""
 MAX_ERROR = 2e-2
@@ -65,7 +71,9 @@ NO_SIZE = "its output is normalized, and no bias below tells the size of what it
 CONTRADICTED_SIZE = "its output is normalized, and no size of what it takes explains the gradients of the biases below"
 """Why an input is not known that explains its layers' gradients."""
 MAX_SIZE_MISFIT = 1e-2
-"""Share of what the next biases' gradients hang on the size that may stay unexplained."""
+"""Share of biases' gradients, as far as these hang on the size, that may stay unexplained."""
+MIN_SUM = 1e-5
+"""Size of a bias's gradient, relative to what it sums, below which that cancels, as behind instance normalization."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +163,33 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
     signals = [_begin(network, layer) for layer in layers]
     if short := count_shortfall(_as_known(network, layers, signals)):
         return short
-    found: NormalizedInput | None = None
-    for _ in range(SIZE_ROUNDS):
-        found = _take_turns(network, ref, layers, signals)
-        if found is None:
-            return "its equations leave inputs open"
-        sizes = _find_sizes(known, ref, layers, found)
+    biased = any(_has_bias(network, ref, layer) for layer in layers)
+    left, before = BIASED_SIZE_ROUNDS if biased else SIZE_ROUNDS, None
+    while (found := _take_turns(network, ref, layers, signals)) is not None:
+        left -= 1
+        equations = [*_size_equations(known, ref, layers, found)]
+        sizes = _solve_for_sizes(equations, math.inf if biased and left else MAX_SIZE_MISFIT)
+        if is_last := not left or (biased and _is_settled(sizes, before)):
+            sizes = _solve_for_sizes(equations, MAX_SIZE_MISFIT)
         if isinstance(sizes, str):
             off = error_by_gradients(found.signals, found.solved)
             return NEARLY_OPEN.format(off) if off > MAX_ERROR else sizes
         found = found.resize(sizes)
+        if is_last:
+            return found
+        before = sizes
         signals = _signals_by(network, ref, layers, found.solved.values)
-    assert found is not None
-    return found
+    return "its equations leave inputs open"
+
+
+def _is_settled(sizes: Tensor | str, before: Tensor | None) -> bool:
+    """Return whether sizes are as those of the round before."""
+    return not isinstance(sizes, str) and before is not None and bool((sizes - before).abs().max() <= SIZE_SETTLED)
+
+
+def _has_bias(network: NetworkGraph, ref: Ref, layer: NormalizedLayer) -> bool:
+    """Return whether a layer returns more than zeros of a tensor of zeros."""
+    return bool(network.run(layer.number, {ref: torch.zeros_like(network.graph.value(ref))}).any())
 
 
 def _as_known(network: NetworkGraph, layers: Sequence[NormalizedLayer], signals: Sequence[Tensor]) -> list[KnownSignal]:
@@ -221,23 +243,29 @@ def _take_turns(
     return best
 
 
-def _find_sizes(
-    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput
-) -> Tensor | str:
-    """Return by what each image's input must be multiplied (B,), as the next biases below tell, or why they do not."""
-    equations = [*_size_equations(known, ref, layers, result)]
+def _solve_for_sizes(equations: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> Tensor | str:
+    """Return by what each image's input must be multiplied (B,), as biases tell, or why they do not.
+
+    Args:
+        equations: of `_size_equations`.
+        tolerance: share of the biases' gradients that sizes may leave.
+    """
     if not any(bool(made.any()) for made, _ in equations):
         return NO_SIZE
     made, wanted = (torch.cat(side) for side in zip(*equations, strict=True))
-    found = solve_robustly(made, wanted, MAX_SIZE_MISFIT)  # a wrong bit spoils its channel's equation
+    found = solve_robustly(made, wanted, tolerance)  # a wrong bit spoils its channel's equation
     return 1 / found if found is not None and bool((found > 0).all()) else CONTRADICTED_SIZE
 
 
 def _size_equations(
     known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], found: NormalizedInput
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield A (n, B) and b (n,) of biases below an input: A / c = b for the c (B,) that it must be multiplied by."""
+    """Yield A (n, B) and b (n,): A / c = b for the c (B,) that an input must be multiplied by.
+
+    They are of biases below the input, and of those that are added to the layers' outputs.
+    """
     network, images = known.network, len(found.solved.values)
+    yield from _own_biases(network, layers, found)
     shares = torch.eye(images, dtype=found.solved.values.dtype, device=found.solved.values.device)
     without, *each = (_trial(known, ref, layers, found, share) for share in (torch.zeros_like(shares[0]), *shares))
     for number in network.used:
@@ -253,6 +281,23 @@ def _size_equations(
                 continue
             if name not in network.sent:
                 yield torch.stack([one - rest for one in made], 1), network.gradient[name].flatten() - rest
+
+
+def _own_biases(
+    network: NetworkGraph, layers: Sequence[NormalizedLayer], found: NormalizedInput
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the equations of biases that are added to the layers' outputs, where what these sum does not cancel."""
+    for layer, known in zip(layers, found.signals, strict=True):
+        signal = known.signal.reshape(network.graph.value(Ref(layer.number)).shape)
+        each = torch.eye(len(signal), dtype=signal.dtype, device=signal.device)
+        for parameter, name in network.bias_like_parameters(layer.number):
+            parts = [signal * per_image(one, signal) for one in each]
+            made, summed = (
+                torch.stack([network.pull_back(layer.number, part, parameter).flatten() for part in some], 1)
+                for some in (parts, [part.abs() for part in parts])
+            )
+            if name not in network.sent and bool((made.norm(dim=0) > MIN_SUM * summed.norm(dim=0)).all()):
+                yield made, network.gradient[name].flatten()
 
 
 def _trial(

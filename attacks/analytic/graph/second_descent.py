@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.classifier_signal import find_classifier_signal
 from attacks.analytic.graph.layer_solves import solve_signal
+from attacks.analytic.graph.normalized_layers import is_normalization
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
@@ -48,7 +49,7 @@ def descend_again(first: GraphSolver) -> GraphSolver:
         return _descend_below_normalizations(first, top)
     signal = _find_signal_by_bias(first, top)
     signal = _find_signal_by_input(first, top) if signal is None else signal
-    if signal is None or max(tensor.misfit for tensor in first.solved) < MIN_MISFIT:
+    if signal is None or (_is_precise(first) and not _normalizes(first)):
         return first
     masks = _known_masks(first.known)
     begun = _descend(first, top, signal, masks, first.solved[:TRIED][-1].ref.node)
@@ -56,6 +57,15 @@ def descend_again(first: GraphSolver) -> GraphSolver:
         return first  # what the update itself rounds is as imprecise everywhere
     second = _descend(first, top, signal, masks, IMAGE)
     return second if _lowest(second) <= _lowest(first) and _is_more_precise(second, first) else first
+
+
+def _is_precise(solver: GraphSolver) -> bool:
+    return max(tensor.misfit for tensor in solver.solved) < MIN_MISFIT
+
+
+def _normalizes(solver: GraphSolver) -> bool:
+    """Return whether something is normalized by its own statistics, where errors of what flows back grow fast."""
+    return any(is_normalization(solver.network, number) for number in solver.network.used)
 
 
 def _descend(first: GraphSolver, top: int, signal: Tensor, masks: Mapping[int, Tensor], lowest: int) -> GraphSolver:

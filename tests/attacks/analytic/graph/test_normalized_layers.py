@@ -140,6 +140,25 @@ def test_layers_below_a_normalization_say_that_no_sizes_are_known() -> None:
     assert NO_SIZE_ABOVE in solver.ends.values()
 
 
+@pytest.mark.parametrize(("groups", "images", "layers"), [(1, 1, 5), (8, 1, 5), (8, 2, 4), (4, 3, 4)])
+def test_biases_below_a_normalization_are_no_obstacle(groups: int, images: int, layers: int) -> None:
+    solver = descend(drawn(Normalized, groups, bias=True), pictures(images))
+    assert len(solver.solved) >= layers
+    assert all(tensor.scaled for tensor in solver.solved)
+    assert max(errors(solver, pictures(images))) < 1e-5 * images**2
+
+
+def test_a_bias_that_instance_normalization_takes_away_tells_no_size() -> None:
+    def normalized(inputs: int, outputs: int) -> nn.Sequential:
+        convolution = drawn(nn.Conv2d, inputs, outputs, 3, padding=1)
+        return nn.Sequential(convolution, nn.InstanceNorm2d(outputs), nn.ReLU())
+
+    head = drawn(nn.Linear, 16 * 64, 10)
+    model = nn.Sequential(nn.AvgPool2d(2), normalized(3, 16), normalized(16, 16), nn.Flatten(), head)
+    solver = descend(model, picture(), from_linear=True)
+    assert solver.ends["2.0.weight"] == NO_SIZE
+
+
 def test_from_a_flattened_map_down_no_convolution_needs_to_be_begun_with() -> None:
     solver = descend(drawn(Normalized, 8, flat=True), picture(), from_linear=True)
     assert len(solver.solved) == 5
