@@ -59,10 +59,11 @@ DRAWS, TURNS, REMEMBERED, SETTLED = 8, 80, 20, 1e-8
 the change of an input after which none follows, relative to it."""
 MIN_FALL, PATIENCE = 0.9, 12
 """The share to which the misfit must fall, and turns without that at the end."""
-SIZE_ROUNDS, BIASED_SIZE_ROUNDS, SIZE_SETTLED = 2, 8, 1e-6
-"""Times that turns are taken and the size is found, as what a normalization adds to variances hangs on the size. With a
-bias before the normalization all does, and it takes more, until the size found is that of the round before: by how much
-it may change of itself."""
+SIZE_ROUNDS, SIZE_SETTLED = 8, 1e-5
+"""Times that turns are taken and the size is found, at most, and by how much it changes at the end. What a
+normalization adds to variances hangs on the size, and all that it returns does if a bias comes before it."""
+MIN_ROUND_FALL, ROUND_PATIENCE = 0.5, 2
+"""The share to which the misfit must fall from one of these times to the next, and times without that at the end."""
 MIN_OPEN = 1e-5
 """Share of the largest output of an activation above which it counts as open until sizes are known."""
 MAX_ERROR = 2e-2
@@ -78,22 +79,28 @@ MIN_SUM = 1e-5
 
 @dataclass(frozen=True)
 class NormalizedLayer:
-    """A weighted layer whose output a normalization alone takes.
+    """A weighted layer whose output a normalization alone takes, as it is or arranged otherwise.
 
     Attributes:
         number: of the layer's operation.
-        normalization: of the normalization's.
+        path: numbers of the operations from its output on, the normalization's last.
         signal: q, what flows back into what the normalization returns.
     """
 
     number: int
-    normalization: int
+    path: tuple[int, ...]
     signal: Tensor
 
     def pull_back(self, network: NetworkGraph, output: Tensor) -> Tensor:
         """Return u, what flows back into the layer's output, if that is `output`."""
-        out = Ref(self.number)
-        return network.pull_back(self.normalization, self.signal, out, {out: output})
+        taken = [(Ref(self.number), output)]
+        for operation in self.path[:-1]:
+            ref, value = taken[-1]
+            taken.append((Ref(operation), network.run(operation, {ref: value})))
+        signal = self.signal
+        for operation, (ref, value) in zip(reversed(self.path), reversed(taken), strict=True):
+            signal = network.pull_back(operation, signal, ref, {ref: value})
+        return signal
 
 
 @dataclass(frozen=True)
@@ -120,14 +127,30 @@ def find_normalized_layers(known: Propagation, users: Sequence[int]) -> list[Nor
     """Return layers with the normalizations of their outputs; None if one has none, or its signal is not known."""
     network, found = known.network, []
     for number in users:
-        takers = network.consumers.get(Ref(number), [])
-        if len(takers) != 1 or network.layers[number].groups != 1 or not is_normalization(network, takers[0]):
+        path = path_to_normalization(network, number)
+        if path is None or network.layers[number].groups != 1:
             return None
         try:
-            found.append(NormalizedLayer(number, takers[0], known.signal(Ref(takers[0]))))
+            found.append(NormalizedLayer(number, path, known.signal(Ref(path[-1]))))
         except UnknownError:
             return None
     return found or None
+
+
+def path_to_normalization(network: NetworkGraph, number: int) -> tuple[int, ...] | None:
+    """Return the operations that alone take a layer's output, a normalization last and affine ones before it, or None.
+
+    Affine ones are permutations, say, as around a normalization of channels that stand last.
+    """
+    path: list[int] = []
+    while len(takers := network.consumers.get(Ref(number), [])) == 1:
+        flows, number = {Ref(number)}, takers[0]
+        path.append(number)
+        if is_normalization(network, number):
+            return tuple(path)
+        if number in network.layers or not network.is_affine(number) or set(network.flows_into(number)) != flows:
+            return None
+    return None
 
 
 def is_normalization(network: NetworkGraph, number: int) -> bool:
@@ -163,33 +186,32 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
     signals = [_begin(network, layer) for layer in layers]
     if short := count_shortfall(_as_known(network, layers, signals)):
         return short
-    biased = any(_has_bias(network, ref, layer) for layer in layers)
-    left, before = BIASED_SIZE_ROUNDS if biased else SIZE_ROUNDS, None
-    while (found := _take_turns(network, ref, layers, signals)) is not None:
-        left -= 1
+    least, since, before = math.inf, 0, None
+    for left in reversed(range(SIZE_ROUNDS)):
+        found = _take_turns(network, ref, layers, signals)
+        if found is None:
+            break
+        since = 0 if found.solved.misfit < MIN_ROUND_FALL * least else since + 1
+        least = min(least, found.solved.misfit)
         equations = [*_size_equations(known, ref, layers, found)]
-        sizes = _solve_for_sizes(equations, math.inf if biased and left else MAX_SIZE_MISFIT)
-        if is_last := not left or (biased and _is_settled(sizes, before)):
-            sizes = _solve_for_sizes(equations, MAX_SIZE_MISFIT)
+        sizes = _solve_for_sizes(equations, math.inf)
+        is_last = not left or since == ROUND_PATIENCE or _is_settled(sizes, before)
+        sizes = _solve_for_sizes(equations, MAX_SIZE_MISFIT) if is_last else sizes
         if isinstance(sizes, str):
             off = error_by_gradients(found.signals, found.solved)
             return NEARLY_OPEN.format(off) if off > MAX_ERROR else sizes
-        found = found.resize(sizes)
+        found, before = found.resize(sizes), sizes
         if is_last:
             return found
-        before = sizes
         signals = _signals_by(network, ref, layers, found.solved.values)
     return "its equations leave inputs open"
 
 
 def _is_settled(sizes: Tensor | str, before: Tensor | None) -> bool:
-    """Return whether sizes are as those of the round before."""
-    return not isinstance(sizes, str) and before is not None and bool((sizes - before).abs().max() <= SIZE_SETTLED)
-
-
-def _has_bias(network: NetworkGraph, ref: Ref, layer: NormalizedLayer) -> bool:
-    """Return whether a layer returns more than zeros of a tensor of zeros."""
-    return bool(network.run(layer.number, {ref: torch.zeros_like(network.graph.value(ref))}).any())
+    """Return whether sizes are 1, or as those of the round before."""
+    return not isinstance(sizes, str) and any(
+        bool((sizes - usual).abs().max() <= SIZE_SETTLED) for usual in (1.0, before) if usual is not None
+    )
 
 
 def _as_known(network: NetworkGraph, layers: Sequence[NormalizedLayer], signals: Sequence[Tensor]) -> list[KnownSignal]:

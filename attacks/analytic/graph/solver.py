@@ -28,7 +28,11 @@ from attacks.analytic.graph.layer_solves import (
 )
 from attacks.analytic.graph.mask_correction import correct_by_biases
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.normalized_layers import find_normalized_layers, is_normalization, solve_normalized_input
+from attacks.analytic.graph.normalized_layers import (
+    find_normalized_layers,
+    path_to_normalization,
+    solve_normalized_input,
+)
 from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
@@ -326,8 +330,7 @@ class GraphSolver:
     def _note_missing_size(self, users: list[int]) -> None:
         """Say of layers whose outputs are normalized that nothing above tells the images' sizes."""
         for number in users:
-            takers = self.network.consumers.get(Ref(number), [])
-            if len(takers) == 1 and is_normalization(self.network, takers[0]):
+            if path_to_normalization(self.network, number) is not None:
                 self.ends[self.network.layers[number].name] = NO_SIZE_ABOVE
 
     def _doubt_by_gradients(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
