@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -86,8 +87,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
             continue
         if layer.removesuffix(".weight") in alike and not (sure and replayable):
             continue
-        missed = result.private.get(f"residual/{layer}")
-        if missed is not None and float(dense(missed).max()) > MAX_MISSED:
+        exempt = sure or sized or Remark.UNCLIPPED_ROWS in result.remarks
+        if _missed_share(result, layer, exempt=exempt) > MAX_MISSED:
             continue
         if not (sure or sized or Remark.UNCLIPPED_ROWS in result.remarks) and _leaves_more(dense(value), layer, view):
             continue
@@ -103,6 +104,20 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
+
+
+def _missed_share(result: Reconstruction, layer: str, *, exempt: bool) -> float:
+    """Return which share of a layer's equations what it takes leaves; that of all equations where its own is unknown.
+
+    Args:
+        result: holds what the layer takes.
+        layer: its name.
+        exempt: whether something else confirms that, beside which the share of all does not count.
+    """
+    missed = result.private.get(f"residual/{layer}")
+    if missed is not None:
+        return float(dense(missed).nan_to_num(nan=math.inf).max())
+    return 0.0 if exempt or math.isnan(result.objective) else result.objective
 
 
 def _say_images(result: Reconstruction, view: ServerView, error: float | None) -> str:

@@ -84,6 +84,20 @@ def test_a_label_beside_features_is_confirmed_with_them_or_said_to_rest_on_the_l
     assert words == "labels are recovered, if the loss is as stated (cross-entropy): 1"
 
 
+@pytest.mark.parametrize(("left", "is_shown"), [(0.6, False), (1e-5, True)])
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_layer_takes_is_shown_where_its_equations_leave_next_to_nothing(
+    left: float, is_shown: bool, own: bool
+) -> None:
+    """Those of the layer alone, where they are known, else all that it was read from."""
+    view = view_of(support.dense_network(), "cross-entropy", count=2)
+    residual = {"residual/1.weight": torch.tensor([left])} if own else {}
+    private = {"features/1.weight": support.examples(1)[0].flatten(1), **residual}
+    found = Reconstruction(inputs=None, private=private, verified=False, objective=0.6 if own else left)
+    kinds = [one.kind for one in proved_exposures("analytic", found, view, replayable=False)]
+    assert kinds == (["features"] if is_shown else [])
+
+
 def test_labels_are_those_that_were_confirmed() -> None:
     view = view_of(support.dense_network(), SMOOTHED, made=SMOOTHED, count=3)
     inputs, labels = support.examples(3)
