@@ -328,8 +328,8 @@ class GraphSolver:
                 correct_by_biases(self.known, ref.node, found.solved.values)
 
     def _note_missing_size(self, users: list[int]) -> None:
-        """Say of layers whose outputs are normalized that nothing above tells the images' sizes."""
-        for number in users:
+        """Say of layers whose outputs are normalized that what is known above does not tell the images' sizes."""
+        for number in users if self.solved else ():
             if path_to_normalization(self.network, number) is not None:
                 self.ends[self.network.layers[number].name] = NO_SIZE_ABOVE
 

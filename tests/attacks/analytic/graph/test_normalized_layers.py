@@ -142,6 +142,16 @@ def test_layers_below_a_normalization_say_that_no_sizes_are_known() -> None:
     assert NO_SIZE_ABOVE in solver.ends.values()
 
 
+def test_layers_below_a_normalization_say_why_no_descent_begins_with_them() -> None:
+    images = pictures(4)
+    network = network_of(drawn(Normalized, 8), images)
+    solver = GraphSolver(network, 4, Propagation(network))
+    solver.run()
+    assert not solver.solved
+    assert "too few channels to tell positions apart" in solver.ends["second.1.0.weight"]
+    assert NO_SIZE_ABOVE not in solver.ends.values()
+
+
 @pytest.mark.parametrize(("groups", "images", "layers"), [(8, 1, 5), (4, 3, 4)])
 def test_biases_below_a_normalization_are_no_obstacle(groups: int, images: int, layers: int) -> None:
     solver = descend(drawn(Normalized, groups, bias=True), pictures(images))
