@@ -3,7 +3,7 @@ r"""Solves for what layers take whose outputs are normalized over each image, as
 A layer makes z = W * x of its input x, and a normalization N makes y = N(z) of that. What flows back into y is known,
 q. What flows back into z is
 
-    u(z) = J_N(z)^T q,
+    u(z) = J_N(z)^T q,        J_N the Jacobian of N,
 
 which hangs on z, and so on the unknown x. But it does so little: means over many numbers. With u known the layer's
 gradient is linear in x. So x follows from u, z from x, and u from z, over and over. It begins with u averaged over z of
@@ -66,11 +66,14 @@ MIN_ROUND_FALL, ROUND_PATIENCE = 0.5, 2
 """The share to which the misfit must fall from one of these times to the next, and times without that at the end."""
 MIN_OPEN = 1e-5
 """Share of the largest output of an activation above which it counts as open until sizes are known."""
-MAX_ERROR = 2e-2
-"""By which share of itself an input may be off for its size to be asked for."""
+MAX_ERROR, MAX_INPUT_MISFIT = 2e-2, 1e-3
+"""Share of itself by which an input may be off, and share of its layers' gradients that it may leave, for the size to be
+what is not known of it. Of a wrong input biases contradict every size."""
 NO_SIZE = "its output is normalized, and no bias below tells the size of what it takes"
-CONTRADICTED_SIZE = "its output is normalized, and no size of what it takes explains the gradients of the biases below"
+CONTRADICTED_SIZE = "its output is normalized, and no size of what it takes explains the biases' gradients"
 """Why an input is not known that explains its layers' gradients."""
+NO_INPUT = "its output is normalized, and no input was found that explains its gradient: {:.1e} of it is left"
+"""Why an input is not known that does not."""
 MAX_SIZE_MISFIT = 1e-2
 """Share of biases' gradients, as far as these hang on the size, that may stay unexplained."""
 MIN_SUM = 1e-5
@@ -198,13 +201,23 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
         is_last = not left or since == ROUND_PATIENCE or _is_settled(sizes, before)
         sizes = _solve_for_sizes(equations, MAX_SIZE_MISFIT) if is_last else sizes
         if isinstance(sizes, str):
-            off = error_by_gradients(found.signals, found.solved)
-            return NEARLY_OPEN.format(off) if off > MAX_ERROR else sizes
+            return _doubt_input(found, has_biases=bool(equations)) or sizes
         found, before = found.resize(sizes), sizes
         if is_last:
             return found
         signals = _signals_by(network, ref, layers, found.solved.values)
     return "its equations leave inputs open"
+
+
+def _doubt_input(found: NormalizedInput, *, has_biases: bool) -> str:
+    """Return why an input is wrong of which no size was found, or nothing.
+
+    Without biases to tell the size, an input may explain its gradient at no other size than its own.
+    """
+    off, misfit = error_by_gradients(found.signals, found.solved), found.solved.misfit
+    if off > MAX_ERROR:
+        return NEARLY_OPEN.format(off)
+    return NO_INPUT.format(misfit) if has_biases and misfit > MAX_INPUT_MISFIT else ""
 
 
 def _is_settled(sizes: Tensor | str, before: Tensor | None) -> bool:

@@ -264,6 +264,14 @@ def test_biases_that_contradict_every_size_are_said_to() -> None:
     assert solver.ends["4.0.weight"] == CONTRADICTED_SIZE
 
 
+def test_of_a_wrong_input_no_size_is_said_to_be_missing() -> None:
+    network = network_of(drawn(NormalizedRows, nn.ReLU), picture())
+    network.gradient["4.0.weight"].normal_(generator=torch.Generator().manual_seed(0))
+    solver = GraphSolver(network, 1, Propagation(network))
+    solver.begin_at_linear_layers()
+    assert "no input was found that explains its gradient" in solver.ends["4.0.weight"]
+
+
 def test_a_layer_whose_gradient_is_zero_is_said_to_tell_nothing() -> None:
     solver = descend(drawn(NormalizedRows, nn.ReLU, bias=-50.0), picture(), from_linear=True)
     assert solver.ends["4.0.weight"] == NO_GRADIENT
