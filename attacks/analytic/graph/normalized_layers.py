@@ -67,8 +67,8 @@ MIN_ROUND_FALL, ROUND_PATIENCE = 0.5, 2
 MIN_OPEN = 1e-5
 """Share of the largest output of an activation above which it counts as open until sizes are known."""
 MAX_ERROR, MAX_INPUT_MISFIT = 2e-2, 1e-3
-"""Share of itself by which an input may be off, and share of its layers' gradients that it may leave, for the size to be
-what is not known of it. Of a wrong input biases contradict every size."""
+"""Share of itself by which an input may be off, and share of its layers' gradients that it may leave, for its size to
+be what is not known. Of a wrong input biases contradict every size."""
 NO_SIZE = "its output is normalized, and no bias below tells the size of what it takes"
 CONTRADICTED_SIZE = "its output is normalized, and no size of what it takes explains the biases' gradients"
 """Why an input is not known that explains its layers' gradients."""
@@ -146,14 +146,20 @@ def path_to_normalization(network: NetworkGraph, number: int) -> tuple[int, ...]
     Affine ones are permutations, say, as around a normalization of channels that stand last.
     """
     path: list[int] = []
-    while len(takers := network.consumers.get(Ref(number), [])) == 1:
-        flows, number = {Ref(number)}, takers[0]
+    while (taker := _sole_taker(network, number)) is not None:
+        flows, number = {Ref(number)}, taker
         path.append(number)
         if is_normalization(network, number):
             return tuple(path)
         if number in network.layers or not network.is_affine(number) or set(network.flows_into(number)) != flows:
             return None
     return None
+
+
+def _sole_taker(network: NetworkGraph, number: int) -> int | None:
+    """Return the operation that alone takes what another one makes, or None; further outputs, as of split, count."""
+    taken = [(ref, user) for ref, users in network.consumers.items() if ref.node == number for user in users]
+    return taken[0][1] if len(taken) == 1 and taken[0][0] == Ref(number) else None
 
 
 def is_normalization(network: NetworkGraph, number: int) -> bool:

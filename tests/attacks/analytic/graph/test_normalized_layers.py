@@ -193,6 +193,27 @@ def test_chains_are_solved_for_down_to_the_second_convolution(
     assert max(errors(solver, pictures(images))) < 1e-5 * images**2
 
 
+class Split(nn.Module):
+    """A normalization takes some channels of a convolution, and the classifier takes the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.split = drawn(nn.Conv2d, 3, 32, 3, 2, 1), drawn(nn.Conv2d, 32, 56, 3, 2, 1)
+        self.norm, self.last = nn.GroupNorm(8, 48), drawn(nn.Conv2d, 48, 48, 3, 1, 1)
+        self.head = drawn(nn.Linear, 56, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalized, others = self.split(self.stem(x).relu()).split([48, 8], 1)
+        last = self.last(self.norm(normalized).relu()).relu()
+        return self.head(torch.cat([last.mean((2, 3)), others.mean((2, 3))], 1))
+
+
+def test_a_layer_of_which_a_part_is_normalized_is_not_solved_for_by_that_part() -> None:
+    solver = descend(Split(), picture())
+    assert [tensor.by for tensor in solver.solved][-1] == ("last.weight",)
+    assert "split.weight" not in solver.ends
+
+
 def test_a_bias_that_instance_normalization_takes_away_tells_no_size() -> None:
     def normalized(inputs: int, outputs: int) -> nn.Sequential:
         convolution = drawn(nn.Conv2d, inputs, outputs, 3, padding=1)
