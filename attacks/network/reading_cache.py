@@ -1,7 +1,7 @@
-"""Keeps what has been read off a network while one attack runs, which asks for the same many times.
+"""Keeps what has been read off a network or a tensor while one attack runs, which asks for the same many times.
 
 An attack and the confirmation of its result trace the network of a view, and read its layers, a dozen times, most often
-of views that differ in what was sent back alone.
+of views that differ in what was sent back alone. They ask as often whether a tensor of the update lies on a grid.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from fl.view import ServerView
 
 T = TypeVar("T")
@@ -19,6 +22,8 @@ MAX_KEPT = 12
 """Readings that are kept at once."""
 MAX_NUMBERS = 2**28
 """Numbers that they may hold together: a recorded network of two hundred million is made anew each time."""
+MAX_TENSORS = 1024
+"""Readings of tensors that are kept at once, beside those."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +31,32 @@ class _Kept:
     """A reading.
 
     Attributes:
-        network: what it was read off; as long as that is kept, no other object has its identity.
+        source: what it was read off; as long as that is kept, no other object has its identity, nor its memory.
         found: the reading.
         size: numbers that it holds.
     """
 
-    network: tuple[Any, ...]
+    source: tuple[Any, ...]
     found: Any
     size: int
 
 
 _KEPT: ContextVar[dict[Hashable, _Kept] | None] = ContextVar("kept", default=None)
+_OF_TENSORS: ContextVar[dict[Hashable, _Kept] | None] = ContextVar("of tensors", default=None)
 
 
 @contextmanager
 def readings_cached() -> Iterator[None]:
     """Keep readings while the block runs, in this thread."""
-    token = _KEPT.set({}) if _KEPT.get() is None else None
+    if _KEPT.get() is not None:
+        yield
+        return
+    token, of_tensors = _KEPT.set({}), _OF_TENSORS.set({})
     try:
         yield
     finally:
-        if token is not None:
-            _KEPT.reset(token)
+        _KEPT.reset(token)
+        _OF_TENSORS.reset(of_tensors)
 
 
 def cached_reading(view: ServerView, what: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
@@ -72,6 +81,30 @@ def cached_reading(view: ServerView, what: Hashable, make: Callable[[], T], size
         while kept and (len(kept) >= MAX_KEPT or numbers + sum(one.size for one in kept.values()) > MAX_NUMBERS):
             del kept[_first_to_go(kept)]
         kept[key] = _Kept(network, found, numbers)
+    result: T = kept[key].found
+    return result
+
+
+def cached_tensor_reading(values: Tensor, what: Hashable, make: Callable[[], T]) -> T:
+    """Return what `make` reads off numbers, or read off the same memory before, where nobody has written to it since.
+
+    Args:
+        values: the numbers, which are kept as long as the reading is.
+        what: is read: for each, `make` does the same.
+        make: reads it; it holds few numbers.
+    """
+    kept = _OF_TENSORS.get()
+    if kept is None or values.is_inference() or values.layout is not torch.strided:  # which count no writes
+        return make()
+    place = (values.data_ptr(), values._version, values.shape, values.stride(), values.dtype, values.device)
+    key = (what, *place)
+    if key not in kept:
+        found = make()
+        while kept and (
+            len(kept) >= MAX_TENSORS or values.numel() + sum(one.size for one in kept.values()) > MAX_NUMBERS
+        ):
+            del kept[next(iter(kept))]
+        kept[key] = _Kept((values,), found, values.numel())
     result: T = kept[key].found
     return result
 

@@ -137,7 +137,7 @@ def rounding_and_grid(view: ServerView) -> dict[str, Tensor]:
     """
     found, by_rows = {}, were_rows_rounded(map(dense, view.update.values()))
     for name, rounding in rounding_of_numbers(view).items():
-        steps = grid_steps(dense(view.update[name]).double(), of_one_row=by_rows)
+        steps = grid_steps(dense(view.update[name]), of_one_row=by_rows)
         found[name] = rounding if steps is None else torch.hypot(rounding, steps.to(rounding) / math.sqrt(12))
     return found
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from attacks.network.reading_cache import cached_tensor_reading
+from attacks.search_control import check_time_limit
 
 MIN_ENTRIES = 64
 """Numbers of a tensor, below which a grid through all of them says little, unless each value is there several times."""
@@ -33,6 +37,25 @@ MOST_FEW = 512
 """Numbers of a tensor up to which steps of eight bits are tried one by one: of more, some are next to each other."""
 MIN_FEW = 8
 """Numbers of a small tensor, or a row, from which on a grid through all of them is no chance, whatever its step."""
+TRIED_FIRST, TRIED_AT_ONCE = 4, 16
+"""Numbers that steps are tried on first, and steps left by these that are tried on all at once."""
+
+
+@dataclass(frozen=True)
+class _Grids:
+    """The even grids that a tensor lies on.
+
+    Attributes:
+        whole: the step of one grid for all of it; 0 where it lies on none.
+        of_rows: where it lies on none, those of its rows, 0 of rows that are all 0; empty where rows lie on none.
+        of_one_row: whether its rows are multiples of one, to within such a step.
+        evidence: of rows that are short, the bits of each (`_evidence_of_tried`); empty where they are long.
+    """
+
+    whole: float
+    of_rows: tuple[float, ...] = ()
+    of_one_row: bool = False
+    evidence: tuple[float, ...] = ()
 
 
 def grid_step(values: Tensor, least: int = MIN_STEPS) -> float:
@@ -112,27 +135,39 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False, spacing: float = 0.0
         of_one_row: whether rows that are multiples of one count, too (`were_rows_rounded`).
         spacing: a step that numbers have anyway, and that tells no grid.
     """
+    grids = cached_tensor_reading(values, "grids", lambda: _read_grids(values.detach()))
+    if grids.whole:
+        return torch.tensor(grids.whole, dtype=torch.float64) if grids.whole > spacing else None
+    if not grids.of_rows or (not of_one_row and grids.of_one_row):
+        return None
+    known = zip(grids.evidence, grids.of_rows, strict=False)
+    if grids.evidence and sum(bits for bits, step in known if step > spacing) < MIN_EVIDENCE:
+        return None  # short rows have too few levels for their even spacing to be no chance
+    return torch.tensor(grids.of_rows, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
+
+
+def _read_grids(values: Tensor) -> _Grids:
+    """Return the grids that a tensor lies on, or its rows.
+
+    Raises:
+        StoppedError: the time is up: rows are many.
+    """
     if step := grid_step(values):
-        return torch.tensor(step, dtype=torch.float64) if step > spacing else None
+        return _Grids(step)
     if values.ndim < 2 or values.shape[0] < 2 or values[0].numel() < MIN_FEW or values.numel() < MIN_ENTRIES:
-        return None
-    rows, steps = values.detach().flatten(1).double(), []
+        return _Grids(0.0)
+    rows, steps = values.flatten(1).double(), list[float]()
     longest = rows[int(rows.abs().amax(1).argmax())]
-    if not (step := _row_step(longest)) or (not of_one_row and is_of_one_row(values.detach(), step)):
-        return None
+    if not (step := _row_step(longest)):
+        return _Grids(0.0)
     for row in rows:
+        check_time_limit()
         steps.append(_row_step(row) if bool(row.any()) else 0.0)
         if not steps[-1] and bool(row.any()):
-            return None
-    if rows.shape[1] < MIN_ENTRIES and not _are_rows_enough(rows, [step * (step > spacing) for step in steps]):
-        return None
-    return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
-
-
-def _are_rows_enough(rows: Tensor, steps: Sequence[float]) -> bool:
-    """Return whether short rows have enough levels for their even spacing to be no chance."""
-    known = (_evidence_of_tried(row, step) for row, step in zip(rows, steps, strict=True) if step)
-    return sum(known) >= MIN_EVIDENCE
+            return _Grids(0.0)
+    short = rows.shape[1] < MIN_ENTRIES
+    bits = [_evidence_of_tried(row, step) if step else 0.0 for row, step in zip(rows, steps, strict=True) if short]
+    return _Grids(0.0, tuple(steps), is_of_one_row(values, step), tuple(bits))
 
 
 def _evidence_of_tried(row: Tensor, step: float) -> float:
@@ -189,9 +224,15 @@ def _steps_of_eight_bits(flat: Tensor) -> list[float]:
 def _first_fit(flat: Tensor, known: Sequence[float]) -> float:
     """Return the first step on whose grid, from 0 or from their least on, numbers (double precision) lie; or 0."""
     steps = torch.tensor([step for step in known if step > 0], dtype=torch.float64, device=flat.device)
-    places = torch.stack([flat, flat - flat.min()])[:, None] / steps[:, None]
-    fits = (((places - places.round()).abs() < OFF_ROW).all(2) & (places.round() != 0).any(2)).any(0)
-    return float(steps[fits][0]) if bool(fits.any()) else 0.0
+    from_both = torch.stack([flat, flat - flat.min()])
+    places = from_both[:, None, :TRIED_FIRST] / steps[:, None]
+    steps = steps[((places - places.round()).abs() < OFF_ROW).all(2).any(0)]  # few, where there are none
+    for some in steps.split(TRIED_AT_ONCE):
+        places = from_both[:, None] / some[:, None]
+        fits = (((places - places.round()).abs() < OFF_ROW).all(2) & (places.round() != 0).any(2)).any(0)
+        if bool(fits.any()):
+            return float(some[fits][0])
+    return 0.0
 
 
 def step_beside(values: Tensor, larger: Mapping[Tensor, float]) -> float:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -70,6 +71,15 @@ READING_SHARE = 0.1
 """Share of the time, at most, that reading the update takes from them."""
 UNREAD = ", and the attacks of a screening do not read such an update: {}"
 """What is said of several examples in a form that may hide them from these attacks alone."""
+LEAST_SECONDS = 2.0
+"""Seconds that reading the update may take at least, and asking behind the attacks what keeps it undecided."""
+UNREAD_IN_TIME = "reading the update took more than {} seconds, so that no attack was begun: give more (seconds)"
+"""Why a screening failed before it began."""
+UNASKED_IN_TIME = (
+    "nobody can say what it shows: within the time there is nobody could ask whether it is of a form that hides "
+    "examples from the attacks of a screening: give more (seconds)"
+)
+"""Why nothing is proved where the time was up behind the attacks."""
 FIRST_RATE = 0.01
 """Step size at which a search for that of several steps begins where none was stated."""
 log = logging.getLogger(__name__)
@@ -121,7 +131,8 @@ class Case:
 
     def exposures(self, attack: str, result: Result) -> list[Exposure]:
         """Return what a result of an attack proves."""
-        return proved_exposures(attack, result, self.subject.view, replayable=self.replayable and self.whole)
+        with limited_by(SearchControl()):  # what was found late is not to be lost
+            return proved_exposures(attack, result, self.subject.view, replayable=self.replayable and self.whole)
 
 
 @dataclass
@@ -161,7 +172,8 @@ class Screener:
         head: prefix of the names of the classifier's parameters; None takes the last linear layer.
         input_range: least and largest number that the model's inputs can have, where that is not [0, 1].
         categories: of a table, first column of each one-hot category and the one behind its last.
-        seconds: after which no further attack begins, and those that run end.
+        seconds: after which no further attack begins, and those that run end. Reading the update comes before, and may
+            take as many, or `LEAST_SECONDS`.
         allowed: the most that an update may be shown to give away.
         seed: of whatever the attacks draw.
 
@@ -231,18 +243,24 @@ class Screener:
             recorded: the update.
             began: the time when its screening began.
         """
-        case = self._case(recorded)
+        importlib.import_module("torch._dynamo")  # done at the first copy of a network, where a limit would end it
+        try:
+            with limited_by(self._time_beside_attacks()):
+                case = self._case(recorded)
+        except StoppedError:
+            reason = UNREAD_IN_TIME.format(f"{self._time_beside_attacks().time_limit:g}")
+            return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
         reading_time = min(time.monotonic() - began, READING_SHARE * self.seconds)
         subject, view, facts = case.subject, case.subject.view, recorded.training
-        attacks = _solving_attacks(view)  # imports some modules the first time, which is no time of this update
-        importlib.import_module("torch._dynamo")  # so does the first copy of a network
+        attacks = _solving_attacks(view)  # imports some modules the first time, likewise
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds - reading_time)
         reading = self._read_compressed(view, control)
         read = compressed_exposures(reading, view)
         signs = isinstance(reading, CompressedInput) and reading.signs_only  # of which attacks may tell more
         found = Findings(shown=[] if signs else read)
         if not self._is_too_much(found.shown):
-            self._try_attacks(case, recorded, attacks, control, found)
+            with suppress(StoppedError), limited_by(self._time_beside_attacks()):  # which have limits of their own
+                self._try_attacks(case, recorded, attacks, control, found)
         if signs and not found.shown:
             found.shown = read
         leaks = self._is_too_much(found.shown)
@@ -254,11 +272,10 @@ class Screener:
             *(() if leaks else rests_on(facts, view)),
         )
         undone = "" if leaks else self._undone(found.as_stated)
-        doubt = "" if leaks or undone else self._doubt(case, facts, found, reading)
+        doubt, unread = ("", "") if leaks or undone else self._doubt(case, facts, found, reading)
         results = {**found.guessed, **found.as_stated}
         tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
         tried |= {name: _outcome(result) for name, result in results.items()}
-        unread = "" if leaks or undone or doubt else unread_form(view) or unread_parts(view)
         judged = self._judge(found.shown, undone, doubt, unread)
         return replace(judged, tried=tried, notes=notes, seconds=time.monotonic() - began)
 
@@ -280,12 +297,26 @@ class Screener:
             fitted = self._fitted_step_sizes(recorded, found.as_stated, control)
             self._attack_under(recorded, itertools.chain(other_facts(facts, view), fitted), control, found)
 
-    def _doubt(self, case: Case, facts: TrainingFacts, found: Findings, reading: Reading) -> str:
-        """Return what keeps everybody from saying that no more is there than is shown, and may be."""
-        if self.allowed == LEVELS[-1]:
-            return ""
+    def _time_beside_attacks(self) -> SearchControl:
+        """Return the limit of what comes before the attacks, and of what comes behind them."""
+        return SearchControl(time_limit=max(self.seconds, LEAST_SECONDS))
+
+    def _doubt(self, case: Case, facts: TrainingFacts, found: Findings, reading: Reading) -> tuple[str, str]:
+        """Return what keeps everybody from saying that no more is there than is shown, and may be; else what hides it.
+
+        That is the form of an update which the attacks of a screening do not read; "" for nothing, each.
+        """
         view, stated, matter = case.subject.view, found.as_stated, self.allowed == LEVELS[0]
-        return find_doubt(facts, view, stated, reading, guessed=found.guessed, whole=case.whole, inputs_matter=matter)
+        whole, asked, doubt = case.whole, self.allowed != LEVELS[-1], ""
+        try:
+            with limited_by(self._time_beside_attacks()):
+                if asked:
+                    doubt = find_doubt(
+                        facts, view, stated, reading, guessed=found.guessed, whole=whole, inputs_matter=matter
+                    )
+                return doubt, "" if doubt else unread_form(view) or unread_parts(view)
+        except StoppedError:
+            return (UNASKED_IN_TIME if asked else ""), ""
 
     def _read_compressed(self, view: ServerView, control: SearchControl) -> Reading:
         """Return what an update shows as one that was compressed, None where it is none or the time is up."""
@@ -379,10 +410,13 @@ class Screener:
                 if control.stop_reason():
                     return False
                 try:
-                    case = self._case(replace(recorded, training=guess.facts))
+                    with limited_by(control):
+                        case = self._case(replace(recorded, training=guess.facts))
                     if guess.is_size_fitted:
                         case = replace(case, subject=_without_scale(case.subject))
                     result = attack_registry.build(name)(case.subject.view, seed=self.seed, control=control)
+                except StoppedError:
+                    return False
                 except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
                     log.debug("not screened where %s: %s", guess.words, error)
                     continue

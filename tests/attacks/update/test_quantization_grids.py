@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import attacks
 import hyperleak
+from attacks.network.reading_cache import readings_cached
+from attacks.search_control import SearchControl, StoppedError, limited_by
+from attacks.update import quantization_grids
 from attacks.update.quantization_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
 from defenses.qsgd import QSGD
 from defenses.quantize import Quantize
@@ -275,3 +278,31 @@ def test_what_stochastic_rounding_leaves_at_zero_is_not_called_sparsified() -> N
     assert not report.mismatch
     assert report.findings[0].verified is None
     assert "in 8 bits a number" in report.findings[0].notes[0]
+
+
+def sent_by_rows(rows: int = 40) -> Tensor:
+    """Rows of grids of their own, as of an integer and a scale for each."""
+    return torch.stack([(1 + row) * rounded(numbers(30).roll(row), 8) for row in range(rows)])
+
+
+def test_the_grids_of_a_tensor_are_read_once_while_nobody_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, made = [], quantization_grids._read_grids
+    monkeypatch.setattr(quantization_grids, "_read_grids", lambda values: read.append(0) or made(values))
+    values = sent_by_rows()
+    apart = grid_steps(values)
+    assert apart is not None
+    with readings_cached():
+        for again in (values, values.detach(), values):
+            assert torch.equal(grid_steps(again), apart)  # type: ignore[arg-type]
+        assert grid_steps(values, spacing=1e6) is None
+        assert len(read) == 2
+        values.mul_(2)
+        assert torch.equal(grid_steps(values), 2 * apart)  # type: ignore[arg-type]
+        grid_steps(values.mT)
+        grid_steps(values.clone())
+    assert len(read) == 5
+
+
+def test_reading_the_grids_of_rows_ends_with_the_time() -> None:
+    with limited_by(SearchControl(time_limit=0)), pytest.raises(StoppedError):
+        grid_steps(sent_by_rows())
