@@ -15,6 +15,9 @@ MANY_SENT, FAR_FROM_ZERO = 256, 30.0
 """Numbers of a tensor by which it is told whether its smallest were left out, and how many times as large as by chance
 the smallest one sent must be for that."""
 
+MOST_ROWS = 512
+"""Rows of a matrix of which it is asked how many outer products make them."""
+
 
 def are_smallest_left_out(sent: Sequence[Tensor]) -> bool:
     """Return whether the numbers that were sent of each tensor (n,) begin far from zero, as where small ones were not.
@@ -24,6 +27,32 @@ def are_smallest_left_out(sent: Sequence[Tensor]) -> bool:
     sizes = [part.abs() for part in sent if len(part) >= MANY_SENT]
     far = [float(size.min()) > FAR_FROM_ZERO / len(size) * float(size.median()) for size in sizes]
     return sum(far) > len(far) / 2
+
+
+def least_products(sent: Tensor, enough: int) -> int:
+    """Return how many outer products it takes at least that zeros are where they are, none of which cancel.
+
+    Two places, of which one's row and the other's column meet at a zero, belong to no one product: it would move
+    that place, too. So there are as many products as there are places any two of which are so.
+
+    Args:
+        sent: which numbers of a matrix (m, n) are not zero.
+        enough: so many products, of which one more is not exceeded.
+    """
+    most = sent[sent.sum(1).argsort()][:MOST_ROWS]
+    counts, chosen = sent.sum(0), list[int]()  # a column for each row that was chosen
+    rows = list[Tensor]()
+    for row in most:
+        free = row.clone()
+        for other, column in zip(rows, chosen, strict=True):
+            if bool(row[column]):
+                free &= ~other
+        if bool(free.any()):
+            chosen.append(int(torch.where(free, counts, len(sent) + 1).argmin()))
+            rows.append(row)
+        if len(chosen) > enough:
+            break
+    return len(chosen)
 
 
 def only_leaves_out(view: ServerView, names: Sequence[str]) -> bool:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
+from attacks.network.linear_layers import VectorLayers, vector_layers
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
 from attacks.update.quantization_grids import grid_steps
+from attacks.update.sparsification import least_products
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from eval.audit.merged_adapters import find_merged_adapter
 from fl.defense import Defense, UnknownDefense
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import dense
+from fl.tensors import Tensors, dense
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -27,6 +29,8 @@ MIN_WEIGHT_COSINE = 0.9
 MIN_SPARSE_ROWS, MIN_MISSING_SHARE, MIN_STEPS_OF_GRID = 8, 0.02, 8
 """Rows that a matrix needs, and the share of its numbers that has to be missing, to count as sparsified; and places of
 the weights' last digit that its other numbers have to be away from zero."""
+SPARE_PRODUCTS = 1
+"""Outer products beyond those of examples that single zeros by chance may make."""
 MIN_STEPS_OF_BITS = 1.5
 """Steps of an even grid that the other numbers have to be away from zero: rounding alone leaves some a step away."""
 ALL_ZERO = (
@@ -35,7 +39,7 @@ ALL_ZERO = (
 )
 """What is said of an update of zeros."""
 TRIED_PICTURES = 4
-"""Pictures at random on which it is tried what a step leaves at zero."""
+"""Batches of pictures at random on which it is tried what steps leave at zero."""
 SIGN_THRESHOLD = 1e-4
 """Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
@@ -94,23 +98,44 @@ def find_inconsistency(view: ServerView) -> str:
 def missing_share(view: ServerView) -> float:
     """Return how much of an update's matrices seems not to have been sent, here and there; 0 where nothing does.
 
-    One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
-    numbers of some of the examples: there are 2 to the power of these patterns. That is so of matrices alone:
-    convolutions take many patches of each example. A step far below the weights' last place leaves zeros, too; its
-    other numbers are then a few such places, and of few bits a step. Numbers that the network's own step leaves at
-    zero, whatever the example, count as sent (those that a parametrization of weights does not look at, say).
+    Steps on a few examples leave whole rows and columns at zero (units and pixels at rest), and rows that miss the
+    numbers of some of the examples: there are 2 to the power of these patterns, an example counting once in each step,
+    and as many outer products make all that moved. That is so of matrices alone: convolutions take many patches of each
+    example. A step far below the weights' last place leaves zeros, too; its other numbers are then a few such places,
+    and of few bits a step. Numbers that the network's own steps leave at zero, whatever the example, count as sent
+    (those that a parametrization of weights does not look at, say), and where these leave zeros here and there, as
+    recurrent layers do that take an example many times, nothing is told.
     """
-    share = _missing_share(view, {})
-    return share and _missing_share(view, _always_zero(view))
-
-
-def _missing_share(view: ServerView, always: Mapping[str, Tensor]) -> float:
-    """Return the same, where some numbers are always zero."""
-    steps = sum(len(phase) for phase in training_phases(view)[1] or ())
-    if type(view.client.defense) not in {Defense, UnknownDefense} or steps != 1 or view.batch_size is None:
+    phases = training_phases(view)[1] or ()
+    taken = sum(sum(step) for phase in phases for step in phase)
+    if type(view.client.defense) not in {Defense, UnknownDefense} or not taken or view.batch_size is None:
         return 0.0
+    if not _missing_share(view, view.update, {}, taken):
+        return 0.0
+    tried = _steps_on_random_pictures(view)
+    always = {name: torch.stack([dense(made[name]) == 0 for made in tried]).all(0) for name in next(iter(tried), {})}
+    if any(_missing_share(view, made, always, taken) for made in tried):
+        return 0.0
+    layers = vector_layers(view) if tried else VectorLayers({}, frozenset())
+    single = {layer.names["weight"] for layer in layers.layers.values()} - layers.reused
+    return _missing_share(view, view.update, always, taken, single)
+
+
+def _missing_share(
+    view: ServerView, update: Tensors, always: Mapping[str, Tensor], taken: int, single: Collection[str] | None = None
+) -> float:
+    """Return the same of an update, where some numbers are always zero.
+
+    Args:
+        view: what the server saw.
+        update: by name.
+        always: where it is zero whatever the examples, by name.
+        taken: examples, of all steps together.
+        single: names of matrices that are given one vector of each example, so that the number of outer products
+            counts, and not that of the patterns alone; None takes all for such.
+    """
     missing, whole = 0, 0
-    for name, value in view.update.items():
+    for name, value in update.items():
         sent = dense(value)
         if sent.ndim != 2 or not bool(sent.any()):
             continue
@@ -122,18 +147,22 @@ def _missing_share(view: ServerView, always: Mapping[str, Tensor]) -> float:
         fine = not view.rounded or least > MIN_STEPS_OF_GRID * torch.finfo(view.dtype).eps * before
         grid = grid_steps(sent)  # of numbers in few bits, those near zero were rounded to it
         fine = fine and (grid is None or least > MIN_STEPS_OF_BITS * float(grid[grid > 0].min()))
-        patterns = torch.unique(rest == 0, dim=0)
-        if fine and len(rest) >= MIN_SPARSE_ROWS and len(patterns) > max(2**view.batch_size, len(rest) // 2):
+        patterns = len(torch.unique(rest == 0, dim=0))
+        if not fine or patterns <= len(rest) // 2:
+            continue
+        most = taken + SPARE_PRODUCTS
+        too_many = len(rest) >= MIN_SPARSE_ROWS and patterns > 2**taken
+        if too_many or ((single is None or name in single) and least_products(rest != 0, most) > most):
             missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
     return missing / whole if whole and missing >= MIN_MISSING_SHARE * whole else 0.0
 
 
-def _always_zero(view: ServerView) -> dict[str, Tensor]:
-    """Return where a step on any picture leaves an update at zero, by trying some; nothing where none can be taken."""
+def _steps_on_random_pictures(view: ServerView) -> list[Tensors]:
+    """Return updates of the same steps on some pictures; nothing where none can be taken."""
     count, shape = view.batch_size or 1, view.task.loss.variable_shape(view.task.output_shape)
     if view.private or view.parts or (shape is None and not view.task.loss.takes_classes):
-        return {}
-    zeros: dict[str, Tensor] = {}
+        return []
+    found = list[Tensors]()
     for number in range(TRIED_PICTURES):
         draw = stream(number, "always zero")
         images = torch.rand(count, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
@@ -141,11 +170,8 @@ def _always_zero(view: ServerView) -> dict[str, Tensor]:
         if not view.task.loss.takes_classes and shape is not None:
             targets = view.task.loss.relax(torch.randn(count, *shape, generator=draw)).to(view.dtype)
         with torch.no_grad():
-            made = predict(view, Candidate(images, targets.to(view.device)))
-        for name, value in made.items():
-            still = dense(value) == 0
-            zeros[name] = zeros.get(name, still) & still
-    return zeros
+            found.append(predict(view, Candidate(images, targets.to(view.device))))
+    return found
 
 
 def find_mistaken_weights(view: ServerView) -> str:

@@ -7,7 +7,7 @@ import torch
 from support import worlds
 from torch import Tensor
 
-from attacks.update.sparsification import are_smallest_left_out, only_leaves_out
+from attacks.update.sparsification import are_smallest_left_out, least_products, only_leaves_out
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.noise import Noise
@@ -60,3 +60,15 @@ def test_masks_leave_what_they_send_as_it_was(defense: Defense) -> None:
 def test_other_defenses_change_what_they_send(defense: Defense) -> None:
     view = worlds.federation(FedAvg(lr=1.0, steps=1, batch_size=None), defense).observe(1)[0]
     assert not only_leaves_out(view, ["head.weight", "head.bias"])
+
+
+@pytest.mark.parametrize("examples", [1, 3, 6])
+def test_no_more_products_are_told_than_there_are(examples: int) -> None:
+    draw = stream(examples, "products")
+    left, right = (torch.rand(side, examples, generator=draw) * (torch.rand(side, examples, generator=draw) < 0.6)
+                   for side in (40, 90))  # fmt: skip
+    moved = left @ right.mT != 0
+    assert 1 <= least_products(moved, 1000) <= examples
+    random = torch.rand(40, 90, generator=draw) < 0.2
+    assert least_products(random & moved, 1000) > 2 * examples
+    assert least_products(random, 4) == 5
