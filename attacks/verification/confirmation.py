@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import torch
 
+from attacks.network.normalization_modes import normalization_mode, other_mode
 from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.float_rounding import coarse_form, is_below_rounding
@@ -49,6 +50,7 @@ from attacks.verification.words import (
     COPIES_UNCOUNTED,
     LABELS_UNTRIED,
     ORDER_UNTOLD,
+    OTHER_MODE,
     POSSIBLE_RULES,
     RULE_DOUBTED,
     RULE_UNKNOWN,
@@ -197,7 +199,8 @@ def _find_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -
         return ORDER_UNTOLD, False
     if answer is False:
         other = fits_under_another_loss(view, result)
-        return f"{CONTRADICTED} ({UNDER_ANOTHER_LOSS if other else looks or POSSIBLE_RULES})", other
+        why = UNDER_ANOTHER_LOSS if other else looks or f"{_other_mode(view)}{POSSIBLE_RULES}"
+        return f"{CONTRADICTED} ({why})", other
     if leaves_targets_unasked(view, result):
         known = next(candidate_labels(view, result), None) is not None
         refused = known and isinstance(view.task.loss, OwnLoss)
@@ -212,3 +215,9 @@ def _find_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -
         return SIZE_UNSTATED if view.scale_unknown else SIZE_CONTRADICTED, False
     # a uniform image's gradient looks like signs, too, but another rule's has another size
     return f"{RULE_DOUBTED} {looks}" if looks and not sized else "", False
+
+
+def _other_mode(view: ServerView) -> str:
+    """Return that batch normalization may have been in the other mode than it counts as in; "" where there is none."""
+    mode = normalization_mode(view)
+    return OTHER_MODE.format(other_mode(mode), mode) if mode else ""

@@ -20,6 +20,8 @@ POSSIBLE_RULES = (
     "variate, numbers that were frozen or left out, other weights before, or a turned sign?"
 )
 """What may be the reason where sizes alone do not tell."""
+OTHER_MODE = "batch normalization in {} mode where the client counts as in {} mode, "
+"""Likewise, before the others, of a network that normalizes by its batch, or by what it has kept, as its mode says."""
 UNDER_ANOTHER_LOSS = (
     "with gradients of the outputs that the loss as stated has for none of the labels tried, one step makes all of the "
     "update, as another loss, soft targets or weights of examples make them: state the loss that was trained with"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 from attacks.base import Attack
+from attacks.network.normalization_modes import normalization_mode
 from attacks.result import Remark
 from eval.audit import findings
 from eval.audit.attack_selection import EarlyStopping, leave_out_settled
@@ -194,7 +195,8 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
             view = plan.captures[0].observation.updates[0].view
             open_size = isinstance(view, ServerView) and (view.scale_unknown or not view.threat.knows_optimizer)
             how = spec.method[0].item
-            rests = describe_training(how, loss="", examples=spec.batch_size, scale_unknown=open_size)
+            mode = normalization_mode(view) if isinstance(view, ServerView) else ""
+            rests = describe_training(how, loss="", examples=spec.batch_size, scale_unknown=open_size, mode=mode)
             notes = (*notes, rests)
     return replace(report, mismatch=contradiction, notes=notes, captured=captured)
 

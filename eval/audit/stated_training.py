@@ -15,7 +15,9 @@ from fl.method import Method, methods
 from fl.methods.fedavg import FedAvg
 
 
-def describe_training(method: Method, *, loss: str, examples: int | None, scale_unknown: bool = False) -> str:
+def describe_training(
+    method: Method, *, loss: str, examples: int | None, scale_unknown: bool = False, mode: str = ""
+) -> str:
     """Return what that no more is shown rests on: facts that an update neither bears out nor contradicts.
 
     Args:
@@ -23,9 +25,11 @@ def describe_training(method: Method, *, loss: str, examples: int | None, scale_
         loss: its name, or "" where it is not known here.
         examples: of one update, if known.
         scale_unknown: whether nobody stated the size of its one step.
+        mode: of batch normalization; "" where there is none.
     """
     if not isinstance(method, FedAvg):
-        return say_what_it_rests_on({"method": method.name, "loss": loss or None, "examples": examples})
+        known = {"method": method.name, "loss": loss or None, "examples": examples}
+        return say_what_it_rests_on({**known, **say_mode(mode)})
     length = {"steps": method.steps} if method.steps is not None else {"epochs": method.epochs}
     size = method.batch_size if examples is None or method.batch_size is None else min(method.batch_size, examples)
     return say_what_it_rests_on(
@@ -38,8 +42,14 @@ def describe_training(method: Method, *, loss: str, examples: int | None, scale_
             **length,
             "examples": examples,
             "batch_size": examples if size is None else size,
+            **say_mode(mode),
         }
     )
+
+
+def say_mode(mode: str) -> dict[str, str]:
+    """Return the mode of batch normalization as one of the facts; nothing where there is none."""
+    return {"batch normalization in": f"{mode} mode"} if mode else {}
 
 
 def say_what_it_rests_on(facts: Mapping[str, float | str | None]) -> str:

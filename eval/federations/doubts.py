@@ -10,6 +10,7 @@ import torch
 
 from attacks.analytic.compressed_layer import Reading, is_on_grid
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
+from attacks.network.normalization_modes import normalization_mode
 from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.update_matrices import update_matrices
@@ -25,9 +26,11 @@ from fl.view import ServerView
 
 NOT_AS_STATED = (
     "nobody can say what it shows: what a layer was given stands in its update exactly, and training as stated makes "
-    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
+    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss{})"
 )
 """Why that nothing is proved of an update means nothing."""
+NORMALIZED_IN = ", and train_mode: batch normalization counts as in {} mode"
+"""What to state beside that of a network that has some."""
 ANOTHER_LOSS = (
     "nobody can say what it shows: examples were found of which one step makes all of the update under another loss "
     "than stated ({}), or with soft targets or weights of examples; state the loss that the client trained with"
@@ -80,12 +83,14 @@ SEVERAL_STEPS_ON_ONE = (
 )
 """Likewise where steps were taken on one example that no attack follows back to the first."""
 BIASES_ALONE = (
-    "nobody can say what it shows: biases alone came back, whose {} numbers are as many as those of the one example "
-    "({}) or more; they may be solved for by a search: audit the recorded file by hyperleak audit update"
+    "nobody can say what it shows: {}, whose {} numbers are as many as those of the one example ({}) or more; they may "
+    "be solved for by a search: audit the recorded file by hyperleak audit update"
 )
-"""Likewise where no weight came back, from which attacks of a screening begin."""
-FEW_BIASES = "biases alone came back: {} numbers, and an example has {}"
-"""What is said where biases came back alone that are too few to tell an example."""
+"""Likewise where no weight moved, from which attacks of a screening begin."""
+FEW_BIASES = "{}: {} numbers, and an example has {}"
+"""What is said where biases alone tell something that are too few to tell an example."""
+CAME_BACK_ALONE, MOVED_ALONE = "biases alone came back", "biases alone moved, since the weights came back as they were"
+"""What is said of the weights beside them."""
 TRAINING_UNKNOWN = (
     "nobody can say what it shows: it is that of one example, and how the client trained is not known; say {}"
 )
@@ -135,7 +140,7 @@ def unread_form(view: ServerView) -> str:
 def unread_parts(view: ServerView) -> str:
     """Return which parts of an update came back alone that the attacks of a screening do not read; "" for none."""
     moved = _biases_alone(view)
-    return FEW_BIASES.format(moved, math.prod(view.task.input_shape)) if moved else ""
+    return FEW_BIASES.format(_say_alone(view), moved, math.prod(view.task.input_shape)) if moved else ""
 
 
 def _doubt_of_form(view: ServerView, reading: Reading) -> str:
@@ -189,7 +194,7 @@ def _doubt_of_parts(view: ServerView, length: int | None) -> str:
     """Return that the update of one example tells what a layer was given, nearly or as far as it was sent."""
     numbers = math.prod(view.task.input_shape)
     if (moved := _biases_alone(view)) >= numbers:
-        return BIASES_ALONE.format(moved, numbers)
+        return BIASES_ALONE.format(_say_alone(view), moved, numbers)
     for matrix in (one for one in update_matrices(view) if one.moved.ndim == 2):
         height, rows = len(matrix.moved), int(matrix.moved.any(1).sum())
         if rows <= MOST_ALIKE_ROWS < height and length == 1 and view.threat.knows_optimizer:
@@ -207,12 +212,18 @@ def _biases_alone(view: ServerView) -> int:
     return sum(int((value != 0).sum()) for value in moved) if all(value.ndim == 1 for value in moved) else 0
 
 
+def _say_alone(view: ServerView) -> str:
+    """Return whether biases that tell something alone came back with weights that did not move, or without any."""
+    return MOVED_ALONE if any(dense(value).ndim > 1 for value in view.update.values()) else CAME_BACK_ALONE
+
+
 def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:
     """Return that attacks found something which the facts as stated do not explain."""
     if other := [name for name, result in found.items() if _is_of_another_loss(result, view)]:
         return f"{ANOTHER_LOSS.format(view.task.loss.name)} ({other[0]})"
     if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
-        return f"{NOT_AS_STATED} ({contradicted[0]})"
+        mode = normalization_mode(view)
+        return f"{NOT_AS_STATED.format(NORMALIZED_IN.format(mode) if mode else '')} ({contradicted[0]})"
     if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
         return f"{NOT_ASKED.format(view.task.loss.name)} ({unasked[0]})"
     return _doubt_of_nearly(found, view)

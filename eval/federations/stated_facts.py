@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from attacks.network.normalization_modes import normalization_mode
 from eval.audit.recorded_update import TrainingFacts
-from eval.audit.stated_training import say_what_it_rests_on
+from eval.audit.stated_training import say_mode, say_what_it_rests_on
 from eval.io.text import join_words
 from fl.methods.fedavg import FedAvg
 from fl.view import ServerView
@@ -41,6 +42,7 @@ def rests_on(facts: TrainingFacts, view: ServerView) -> list[str]:
         **length,
         "examples": facts.examples,
         "batch_size": facts.batch_size,
+        **say_mode(normalization_mode(view)),
     }
     said = [say_what_it_rests_on(used)]
     if facts.lr is None and next(iter(length.values())) not in {1, None}:

@@ -15,10 +15,7 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"; names of your own are known once imported: .*", ""),
     (r", or this file as --after FILE, --before FILE beside it", ""),
     (r", or give two files by --before and --after", ""),
-    (
-        r"(?:or )?(?:give|say) --method '\{name: \w+, train_mode: (\w+), \.\.\.\}'",
-        r"or state train_mode: \1 in `training`",
-    ),
+    (r"(?:give|say) --method '\{name: \w+, train_mode: (\w+), \.\.\.\}'", r"state train_mode: \1 in `training`"),
     (r"pass method=FedAvg\([^)]*train_mode=(\w+)\)", r"state train_mode: \1 in `training`"),
     (r"set train_mode=(\w+) in the method", r"state train_mode: \1 in `training`"),
     (r"\(method, --method\)", "(optimizer, steps and lr in `training`)"),

@@ -39,4 +39,7 @@ def test_batches_are_no_larger_than_what_there_is_and_an_unknown_step_size_is_ca
     usual = describe_training(FedAvg(lr=0.1, steps=1), loss="", examples=4)
     assert "examples 4, batch_size 4:" in usual
     assert "lr not known" in describe_training(FedAvg(lr=1.0, steps=1), loss="", examples=4, scale_unknown=True)
+    assert "normalization" not in usual
+    normalized = describe_training(FedAvg(lr=0.1, steps=1), loss="", examples=4, mode="training")
+    assert "batch normalization in training mode:" in normalized
     assert "batch_size 2:" in describe_training(FedAvg(lr=0.1, epochs=3, batch_size=2), loss="", examples=4)

@@ -144,7 +144,53 @@ def test_biases_alone_are_held_against_what_an_example_has() -> None:
         origin={},
     )
     found = Screener(model=lambda: table, input_shape=(4,), seconds=2)(row)
+    assert (found.verdict, "biases alone moved, since the weights came back" in found.reason) == ("not decided", True)
+    row = replace(row, after={"0.bias": after["0.bias"], "2.bias": after["2.bias"]})
+    found = Screener(model=lambda: table, input_shape=(4,), seconds=2)(row)
     assert (found.verdict, "biases alone came back" in found.reason) == ("not decided", True)
+
+
+def test_weights_that_came_back_as_they_were_are_not_said_to_be_missing() -> None:
+    """A client that trains biases alone sends its weights back, as one does that was given black pictures."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 10))
+    update = support.recorded(model)
+    after = {**update.after, "1.weight": update.before["1.weight"]}
+    found = screener(model, seconds=2)(replace(update, after=after))
+    assert "biases alone came back" not in found.reason
+    assert "biases alone moved, since the weights came back as they were: 10 numbers" in found.reason
+
+
+@pytest.mark.parametrize(("count", "steps", "share"), [(1, 3, "52%"), (2, 2, "48%"), (4, 1, "65%")])
+def test_numbers_left_out_of_several_steps_or_examples_are_named(count: int, steps: int, share: str) -> None:
+    model = support.dense_network()
+    plain = support.recorded(model, count, replace(support.PLAIN, steps=steps))
+    found = screener(model, seconds=2)(compressed(plain, Prune(ratio=0.9)))
+    assert found.verdict == ("not decided" if count == 1 else "not shown to leak")
+    assert f"{share} of its numbers were left out here and there" in found.reason
+    assert "left out here" not in screener(model, seconds=2)(plain).reason
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_mode_of_batch_normalization_is_named_where_training_as_stated_makes_another_update(trained: bool) -> None:
+    model = nn.Sequential(
+        *(nn.Flatten(), nn.Linear(196, 24), nn.ReLU(), nn.Unflatten(1, (1, 4, 6))),
+        *(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(24, 10)),
+    )
+    (inputs, labels), after = support.examples(1), copy.deepcopy(model).train(trained)
+    nn.functional.cross_entropy(after(inputs), labels).backward()
+    torch.optim.SGD(after.parameters(), lr=0.1).step()
+    sent = {name: value.detach().clone() for name, value in after.named_parameters()}
+    facts = replace(support.PLAIN, train_mode=not trained)
+    update = replace(support.recorded(model.eval()), after=sent, training=facts)
+    found = screener(model, seconds=5)(update)
+    stated, true = ("evaluation", "training") if trained else ("training", "evaluation")
+    assert found.verdict == "not decided"
+    assert f"and train_mode: batch normalization counts as in {stated} mode" in found.reason
+    assert f"(batch normalization in {true} mode where the client counts as in {stated}" in found.tried["analytic"]
+    assert any(f"batch normalization in {stated} mode: a wrong one" in note for note in found.notes)
+    plain = support.dense_network()
+    other = screener(plain, seconds=2)(replace(support.recorded(plain, 8), training=replace(support.PLAIN, examples=8)))
+    assert not any("batch normalization" in note for note in other.notes)
 
 
 def test_what_others_could_not_be_compared_with_is_not_decided() -> None:
