@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.compressed_layer import CompressedInput, Reading
+from attacks.analytic.tokens import TOKENS
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.float_rounding import relative_rounding
@@ -64,6 +65,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     contradict. After one step of an adaptive optimizer inputs are known as far as rounding lets. They count where one
     image explains the layer to within its errors, and where these are small.
 
+    Which ids occur in an example counts as an input of a layer, where the rows of an embedding tell it for certain.
+
     Args:
         attack: its name.
         result: of it.
@@ -99,9 +102,13 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
             words = _say_features(at, dense(value), (replayable or sure) and not untold)
             words += _say_error(error) if sized else ""
             shown.append(Exposure("features", attack, words))
+    read = {name.removeprefix(TOKENS): value for name, value in result.private.items() if name.startswith(TOKENS)}
+    if read and result.verified:
+        counts = ", ".join(f"{value.numel()} of {name.removesuffix('.weight')}" for name, value in read.items())
+        shown.append(Exposure("features", attack, f"which ids were fed is recovered, if not in what order: {counts}"))
     if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
         shown.append(Exposure("features", attack, _say_features(name, result.inputs, False)))  # type: ignore[arg-type]
-    if result.labels is not None and shown:
+    if result.labels is not None and shown and Remark.LABELS_DOUBTFUL not in result.remarks:
         shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import attacks as attack_registry
 from attacks.analytic.compressed_layer import CompressedInput, Reading, read_compressed_layer
+from attacks.analytic.tokens import TOKENS
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.network.reading_cache import readings_cached
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.training_phases import training_phases
-from eval.audit.attack_selection import default_attacks
+from eval.audit.attack_selection import ATTACKS_ON_IDS, default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
@@ -524,6 +525,8 @@ def _without_scale(subject: Subject) -> Subject:
 
 def _solving_attacks(view: ServerView) -> dict[str, Attack]:
     """Return the attacks that solve for what is in an update, by name; a search proves nothing in seconds."""
+    if view.task.inputs.has_ids:
+        return {name: attack_registry.build(name) for name in ATTACKS_ON_IDS}
     names = default_attacks(view.method, view.batch_size or 1)
     steps = sum(len(phase) for phase in training_phases(view)[1] or ())
     if view.batch_size == 1 and 1 < steps <= MOST_SIMULATED_STEPS and "cascade" in names:
@@ -537,6 +540,7 @@ def _outcome(result: Result) -> str:
     """Return what an attack came to, in words."""
     if isinstance(result, NotApplicable):
         return f"not applicable: {result.reason}" if not result.cut_short else result.reason
-    found = "images" if result.inputs is not None else "features" if result.private else "labels"
+    ids = any(name.startswith(TOKENS) for name in result.private)
+    found = "images" if result.inputs is not None else "ids" if ids else "features" if result.private else "labels"
     certain = "confirmed" if result.verified else "borne out" if result.approximate else "not confirmed"
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
