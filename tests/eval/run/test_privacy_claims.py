@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import reconstruction_robustness as reference
 from support.runs import run, tiny, unstated
 from support.tiny import Registered
 
@@ -77,7 +78,7 @@ def test_images_are_bounded_by_everything_that_was_seen_of_them(done):
     assert len(rows) == 4
     for row in rows:
         chance = 1 / row["identified_among"]
-        assert row[OF_UPDATE] == reconstruction_robustness.full_batch_bound(chance, 1.0)
+        assert row[OF_UPDATE] == reference.full_batch_bound(chance, 1.0)
         assert row[BOUND] == reconstruction_robustness.bound_from_charges(chance, (TRAINED, SEEN))
         assert chance < row[OF_UPDATE] < row[BOUND] < 1
         assert row[EPSILON] == compute_epsilon([TRAINED, SEEN], 1e-5)
@@ -206,7 +207,7 @@ def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: in
 def test_rounds_seen_before_are_charged_too(tmp_path):
     rows = run(private("threat.history_rounds=1"), tmp_path / "a")
     for row in rows:
-        assert row[OF_UPDATE] == reconstruction_robustness.full_batch_bound(1 / row["identified_among"], 1.0, 2)
+        assert row[OF_UPDATE] == reference.full_batch_bound(1 / row["identified_among"], 1.0, 2)
 
 
 @pytest.mark.parametrize(
