@@ -23,6 +23,7 @@ from attacks.network.linear_layers import vector_layers
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.float_rounding import is_sent_in_float8
 from attacks.update.quantization_grids import grid_step, is_of_one_row
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
@@ -113,6 +114,8 @@ def read_compressed_layer(view: ServerView) -> Reading:
     adaptive = adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
     if adaptive or is_sign_compressed(view) or kind_of_update_rule(view) == RuleKind.ADAPTIVE_FIRST_STEP:
         return _read_signs(view)
+    if is_sent_in_float8(view):
+        return None
     layer = first_linear(view)
     if isinstance(layer, NotApplicable) or layer.steps != 1 or layer.masked:
         return None

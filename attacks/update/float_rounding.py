@@ -69,6 +69,14 @@ def coarse_form(view: ServerView) -> str:
     return f"{max(bits)} bits a number" if bits and all(bits) else ""
 
 
+def is_sent_in_float8(view: ServerView) -> bool:
+    """Return whether an update's numbers were sent in a floating-point type of one byte, as a file says.
+
+    What its rounding leaves looks like few bits, clipping by value, and numbers left out.
+    """
+    return view.sent_as.startswith("float8")
+
+
 def _large(view: ServerView) -> list[tuple[Tensor, Tensor | None]]:
     """Return the tensors of an update that are large enough to tell a grid, and the weights that they are off from."""
     pairs = [(value, view.shared.get(name) if view.rounded else None) for name, value in view.update.items()]

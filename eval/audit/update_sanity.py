@@ -10,6 +10,7 @@ from torch import Tensor
 from attacks.network.linear_layers import VectorLayers, vector_layers
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
+from attacks.update.float_rounding import is_sent_in_float8, sent_types
 from attacks.update.quantization_grids import grid_steps
 from attacks.update.sparsification import least_products
 from attacks.update.training_phases import training_phases
@@ -60,7 +61,7 @@ def find_inconsistency(view: ServerView) -> str:
     read = AdaptiveFirstStep.of(view)
     if isinstance(read, StepSizeDoubt):
         return read.reason
-    if rule := guess_update_rule(view):
+    if not is_sent_in_float8(view) and (rule := guess_update_rule(view)):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
     if share := missing_share(view):
         return (
@@ -110,6 +111,8 @@ def missing_share(view: ServerView) -> float:
     taken = sum(sum(step) for phase in phases for step in phase)
     if type(view.client.defense) not in {Defense, UnknownDefense} or not taken or view.batch_size is None:
         return 0.0
+    if is_sent_in_float8(view):
+        return 0.0
     if not _missing_share(view, view.update, {}, taken):
         return 0.0
     tried = _steps_on_random_pictures(view)
@@ -135,6 +138,7 @@ def _missing_share(
             counts, and not that of the patterns alone; None takes all for such.
     """
     missing, whole = 0, 0
+    apart = max(torch.finfo(kind).eps for kind in (view.dtype, sent_types(view)[1]))
     for name, value in update.items():
         sent = dense(value)
         if sent.ndim != 2 or not bool(sent.any()):
@@ -144,7 +148,7 @@ def _missing_share(
         least = float(rest[rest != 0].abs().min())
         rest = rest.masked_fill(always[name][rows][:, columns], least) if name in always else rest
         before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0
-        fine = not view.rounded or least > MIN_STEPS_OF_GRID * torch.finfo(view.dtype).eps * before
+        fine = not view.rounded or least > MIN_STEPS_OF_GRID * apart * before
         grid = grid_steps(sent)  # of numbers in few bits, those near zero were rounded to it
         fine = fine and (grid is None or least > MIN_STEPS_OF_BITS * float(grid[grid > 0].min()))
         patterns = len(torch.unique(rest == 0, dim=0))

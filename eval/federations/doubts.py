@@ -13,6 +13,7 @@ from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.network.normalization_modes import normalization_mode
 from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.float_rounding import is_sent_in_float8
 from attacks.update.update_matrices import update_matrices
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification.nearly_told import MAX_NEARLY, MOST_ALIKE_ROWS
@@ -129,6 +130,8 @@ def find_doubt(
 
 def unread_form(view: ServerView) -> str:
     """Return of what form an update is that the attacks of a screening do not read, in words; "" for none."""
+    if is_sent_in_float8(view):  # whose rounding looks like the rest
+        return f"its numbers were sent in {view.sent_as}, which leaves a digit of each at most"
     if rule := guess_update_rule(view):
         return f"it looks like {rule}"
     if is_on_grid(view):  # rounding to zero leaves numbers out, too

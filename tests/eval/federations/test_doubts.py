@@ -200,3 +200,17 @@ def test_what_others_could_not_be_compared_with_is_not_decided() -> None:
     found = Reconstruction(inputs=None, remarks=frozenset({Remark.UNCOMPARED}))
     doubt = find_doubt(recorded.training, view, {"analytic": found}, None)
     assert "nobody can tell which of these it confuses with it (analytic)" in doubt
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize("start", [True, False])
+def test_what_rounding_to_few_digits_took_is_not_said_to_be_left_out(kind: torch.dtype, start: bool) -> None:
+    model = support.dense_network()
+    update = support.recorded(model)
+    before, after = ({name: value.to(kind) for name, value in one.items()} for one in (update.before, update.after))
+    found = screener(model, seconds=3)(replace(update, before=before if start else update.before, after=after))
+    said = " ".join((found.reason, *found.notes))
+    assert not any(words in said for words in ("left out", "missing in other places", "clipping by value:"))
+    if kind.itemsize == 1:
+        assert found.verdict == "not decided"
+        assert f"its numbers were sent in {str(kind).removeprefix('torch.')}" in found.reason
