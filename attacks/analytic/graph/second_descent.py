@@ -60,6 +60,7 @@ def descend_again(first: GraphSolver) -> GraphSolver:
 
 
 def _is_precise(solver: GraphSolver) -> bool:
+    """Return whether every tensor explains its gradient so well that a second descent is not worth it."""
     return max(tensor.misfit for tensor in solver.solved) < MIN_MISFIT
 
 
