@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ MIN_SHARE_ON_GRID = 0.95
 """Share of a parameter whose update leads from one number of its type to another. Differences of models miss by a
 thousandth, where a weight is far smaller than its update and the difference is rounded once more; computed updates
 are there by chance, one in hundreds."""
+EXPONENT_BITS = 0x7FF << 52
+"""Of a positive number in double precision: what is left with these alone is the power of two below it."""
 COARSE_SPACINGS, MAX_SHARE_OF_ZEROS = 8, 0.01
 """Spacings that half of all updates are a whole number of only where they were rounded more coarsely than the weights
 are; and share of zeros, of units that moved at all, above which numbers were left out."""
@@ -96,9 +98,14 @@ def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
     if view.dtype.itemsize < 4 or any(isinstance(part, LowRank) for pair in pairs for part in pair):
         return view.dtype, view.dtype
     unit = 1.0 if view.rounded else _step_size(view)  # of a gradient that was sent as such
-    sent = [(dense(value) / unit, (dense(value) / unit).abs()) for _, value in pairs]
     both = [(dense(start), dense(value)) for start, value in pairs if start is not None] if view.rounded else []
-    after = [(start - value, start.abs() + value.abs()) for start, value in both]
+
+    def sent() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((dense(value) / unit, (dense(value) / unit).abs()) for _, value in pairs)
+
+    def after() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((start - value, start.abs() + value.abs()) for start, value in both)
+
     return _coarsest_type(sent, view.dtype), _coarsest_type(after, view.dtype)
 
 
@@ -109,10 +116,15 @@ def _step_size(view: ServerView) -> float:
     return sizes.pop() if len(sizes) == 1 else 1.0
 
 
-def _coarsest_type(numbers: Sequence[tuple[Tensor, Tensor]], own: torch.dtype) -> torch.dtype:
-    """Return the type of two bytes that all numbers, given with sizes as of `_lie_on`, lie on, or else their own."""
+def _coarsest_type(numbers: Callable[[], Iterator[tuple[Tensor, Tensor]]], own: torch.dtype) -> torch.dtype:
+    """Return the type of two bytes that all numbers lie on, or else their own.
+
+    Args:
+        numbers: returns them tensor by tensor, with sizes as of `_lie_on`; the first tensors mostly are enough.
+        own: their type.
+    """
     for kind in (torch.bfloat16, torch.float16):
-        if any(bool(value.any()) for value, _ in numbers) and all(_lie_on(kind, *value) for value in numbers):
+        if all(_lie_on(kind, *value) for value in numbers()) and any(bool(value.any()) for value, _ in numbers()):
             return kind
     return own
 
@@ -168,10 +180,10 @@ def largest_rounding(view: ServerView) -> float:
 
 
 def _spacing(values: Tensor, kind: torch.dtype) -> Tensor:
-    """Return how far numbers of a type are apart around these."""
+    """Return how far numbers of a type are apart around these, given in double precision."""
     form = torch.finfo(kind)
-    exponent = torch.frexp(values.abs().clamp(min=form.tiny)).exponent
-    return torch.ldexp(torch.full_like(values, form.eps / 2), exponent)
+    powers = values.abs().clamp(min=form.tiny).view(torch.int64) & EXPONENT_BITS  # frexp takes several times as long
+    return form.eps * powers.view(torch.float64)
 
 
 def _lie_on(kind: torch.dtype, values: Tensor, sizes: Tensor) -> bool:

@@ -84,8 +84,12 @@ class LabelGradients:
 
     def by_parameters(self, labels: Tensor) -> Tensor:
         """Return the gradient by the last parameters, as one vector; zeros of those that the outputs do not hang on."""
+        return torch.cat([gradient.flatten() for gradient in self.by_each_parameter(labels).values()])
+
+    def by_each_parameter(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the gradient by each of the last parameters, by name."""
         if not self.outputs.requires_grad:
-            return self.outputs.new_zeros(sum(tensor.numel() for tensor in self.parameters.values()))
+            return {name: torch.zeros_like(value) for name, value in self.parameters.items()}
         found = torch.autograd.grad(
             self.outputs,
             list(self.parameters.values()),
@@ -94,4 +98,4 @@ class LabelGradients:
             allow_unused=True,
             materialize_grads=True,
         )
-        return torch.cat([gradient.flatten() for gradient in found])
+        return dict(zip(self.parameters, found, strict=True))

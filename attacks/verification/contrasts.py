@@ -29,6 +29,7 @@ from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import coarse_form
 from attacks.verification.eight_bit_pixels import at_levels
 from attacks.verification.error_bounds import MOST_LAST_DIGIT_DRAWS
+from attacks.verification.last_parameters import of_last_parameters
 from attacks.verification.level_lines import pictures_on_lines
 from attacks.verification.replay_checks import compare_lower_layers, reproduces_returned_buffers
 from attacks.verification.same_outputs import WholeNetwork
@@ -43,6 +44,8 @@ LEAST_ROOM = 0.5
 """Share of that by which others differ at least, where pixels beyond their range keep them from more."""
 OUTSIDE = 1e-3
 """By how much others may leave the range of pixels: a quarter of a level."""
+CLEARLY = 10.0
+"""Times the change that counts as none by which the last parameters must change to tell all moves by themselves."""
 CURVED = 3.0
 """Times what an update may be off by that a move changes of it to first order, where it is tried."""
 ROUNDINGS = 10.0
@@ -112,7 +115,8 @@ def _by_update(check: UpdateComparison, images: Tensor, labels: Tensor) -> Close
     """Return what an update asks of pictures, as nearly as some make it; None where these don't."""
     make, (own, allowed) = check.predictor.predict_in_double, check.bounds.predict_exactly(images, labels)
     if not check.exceeds(own, allowed):
-        return _as_closely(check, labels, own, allowed, make)
+        asked = _as_closely(check, labels, own, allowed, make)
+        return asked and replace(asked, of_last=lambda some: of_last_parameters(asked, check, some, labels, allowed))
     if not check.exceeds(check.predictor.predict(images, labels), allowed):
         return _as_closely(check, labels, own, allowed, check.predictor.predict)
     if check.is_explained_to_rounding(images, labels):
@@ -227,6 +231,19 @@ class _Scales:
         """The moves of the pictures that are asked for."""
         return scale_directions(self.asked, self.images, self.gray, by_channel=self.by_channel)
 
+    @cached_property
+    def _last(self) -> Closeness | None:
+        """What is asked of pictures for the last parameters alone; None where these alone can't be asked."""
+        return None if self.asked.of_last is None else self.asked.of_last(self.images)
+
+    def _are_all_told_by_last(self, distance: float) -> bool:
+        """Return whether the last parameters tell all moves, so that no others need be asked."""
+        if self._last is None:
+            return False
+        moves = scale_directions(self._last, self.images, self.gray, by_channel=self.by_channel)
+        least = CURVED * math.sqrt(len(self.asked.units)) / distance
+        return moves is not None and moves.tells_all(CLEARLY * moves.limit(least))
+
     def _found(self, extent: Extent, distance: float) -> Contrast:
         """Return that others make the same, with whether some do in which one channel alone is another."""
         groups = range(self.images.shape[1]) if self.by_channel else ()
@@ -242,6 +259,8 @@ class _Scales:
         known = self._about_gray if group is None else None
         if known is not None and self._makes_along(known, min(distance, FAR)):
             return known
+        if group is None and self._are_all_told_by_last(distance):
+            return None
         if self.directions is None:
             return None
         moves = self.directions.candidates(self._limit(distance), 0.5 - self.images, group)
@@ -280,6 +299,8 @@ class _Scales:
 
     def _makes(self, others: Tensor) -> bool:
         check_time_limit()
+        if self._last is not None and self._last.exceeds(others):
+            return False
         return not self.asked.exceeds(others)
 
     def _lines(self, move: Tensor) -> list[Tensor] | None:

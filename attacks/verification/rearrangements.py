@@ -22,6 +22,9 @@ from fl.view import ServerView
 MOST_PLACES = 12
 """Places along an axis up to which every two are exchanged; of more, neighbors and the ends."""
 
+MOST_NUMBERS_TOGETHER = 2**15
+"""Numbers of the pictures that go through a network together, at most, unless one has more."""
+
 
 def has_rearranged(
     view: ServerView,
@@ -47,7 +50,7 @@ def has_rearranged(
     """
     if network is None and view.private:
         return False
-    for other in rearranged(view.task.inputs, images.double()):
+    for other in _undecided(network, rearranged(view.task.inputs, images.double())):
         changed = other if fixed is None else torch.where(fixed, other, images.to(other))
         another = are_others(changed, images)
         if network is None:
@@ -58,6 +61,13 @@ def has_rearranged(
         if makes:
             return True
     return False
+
+
+def _undecided(network: WholeNetwork | None, others: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yield other pictures without those that the network is known to return something else of, asked many at once."""
+    while together := list(itertools.islice(others, 1)):
+        together += itertools.islice(others, max(0, MOST_NUMBERS_TOGETHER // together[0].numel() - 1))
+        yield from together if network is None else network.undecided(together)
 
 
 def rearranged(form: InputForm, images: Tensor) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +27,7 @@ DIFFERENT = 1 / 510
 """Half a level of 8 bits: what a picture has to differ by somewhere to be another one."""
 MARGIN = 1e-6
 """By how much numbers may lie beyond their range."""
-LARGE = 2**15
+LARGE = 2**11
 """Numbers of a picture from which on single precision is asked first."""
 PROBES, FAR, CLEARLY = 3, 1e-3, 100.0
 """Changes of the last digit that tell what single precision does to outputs, and what those of another picture differ
@@ -83,30 +84,44 @@ class WholeNetwork:
     def _single(self) -> tuple[nn.Module, float] | None:
         """The network in single precision, and how far from the same its outputs count as others; None asks it not.
 
-        It takes less than half of the time on large pictures, of which most others are far from the same.
+        It takes less than half of the time where pictures are not tiny, of which most others are far from the same.
         """
         if not self.is_smooth or self.images[0].numel() < LARGE:
             return None
         model, draw = copy.deepcopy(self.model).float(), stream(0, "single precision")
-        errors = []
+        near = [self.images]
+        for _ in range(PROBES):
+            drawn = torch.randn(self.images.shape, generator=draw, dtype=torch.float64).to(self.images)
+            near.append(self.images * (1 + torch.finfo(torch.float32).eps * drawn))
+        beside = torch.rand(self.images.shape, generator=draw, dtype=torch.float64).to(self.images)
         try:
-            with torch.no_grad():
-                for number in range(PROBES + 1):
-                    drawn = torch.randn(self.images.shape, generator=draw, dtype=torch.float64).to(self.images)
-                    near = self.images * (1 + (torch.finfo(torch.float32).eps if number else 0.0) * drawn)
-                    errors.append(float((model(near.float()).double() - self.outputs).abs().max()))
+            with torch.no_grad():  # together, as others are asked: whether one has a part in another's shows here
+                made = model(torch.cat([*near, beside]).float()).double()
         except MODEL_ERRORS:  # which fixes its precision somewhere
             return None
-        limit = CLEARLY * max(errors) + FAR * float(self.outputs.abs().max())
+        if len(made) != (len(near) + 1) * len(self.outputs):
+            return None
+        made = made[: -len(self.outputs)]
+        error = (made - self.outputs.repeat(len(near), *[1] * (made.ndim - 1))).abs().max()
+        limit = CLEARLY * float(error) + FAR * float(self.outputs.abs().max())
         return (model, limit) if math.isfinite(limit) else None
 
-    def _differs_clearly(self, others: Tensor, sign: int, least: float) -> bool:
-        """Return whether outputs of each of other pictures (N, C, H, W) differ so much that single precision tells."""
-        if self._single is None or len(others) != len(self.images):
-            return False
+    def undecided(self, others: Sequence[Tensor], *, sign: int = 1, least: float = SAME_OUTPUT) -> list[Tensor]:
+        """Return those of other pictures, each (N, C, H, W), of which single precision does not tell that all differ.
+
+        Args:
+            others: as many as are asked together.
+            sign: as of `same`.
+            least: likewise.
+        """
+        if self._single is None or any(len(other) != len(self.images) for other in others):
+            return list(others)
         model, limit = self._single
-        far = (model(others.float()).double() - sign * self.outputs).abs().reshape(len(others), -1).amax(1)
-        return bool((far.isfinite() & (far > limit + least * self.outputs.abs().max())).all())
+        with torch.no_grad():
+            made = model(torch.cat(list(others)).float()).double().unflatten(0, (len(others), -1))
+        far = (made - sign * self.outputs).abs().reshape(len(others), len(self.images), -1).amax(2)
+        clear = (far.isfinite() & (far > limit + least * self.outputs.abs().max())).all(1)
+        return [other for other, differs in zip(others, clear.tolist(), strict=True) if not differs]
 
     def same(self, others: Tensor, *, sign: int = 1, least: float = SAME_OUTPUT) -> Tensor:
         """Return for which other pictures the network returns the same (N,), or the same times -1.
@@ -119,9 +134,9 @@ class WholeNetwork:
             least: what outputs may differ by, relative to the largest, where that is more than the order of sums does.
         """
         check_time_limit()
+        if not self.undecided([others], sign=sign, least=least):
+            return torch.zeros(len(self.images), dtype=torch.bool, device=self.images.device)
         with torch.no_grad():
-            if self._differs_clearly(others, sign, least):
-                return torch.zeros(len(self.images), dtype=torch.bool, device=self.images.device)
             far = (self.model(others) - sign * self.outputs).abs()
         limit, count = max(least, SAME_OUTPUT) * self.outputs.abs().max(), len(self.images)
         each = far.reshape(count, -1).amax(1) if len(far) == count else far.amax().expand(count)

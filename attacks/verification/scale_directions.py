@@ -51,6 +51,7 @@ class Closeness:
         units: what each tensor of that may be off by.
         sized: whether its size tells something, too.
         exact: whether no more than rounding is allowed.
+        of_last: returns the same question for the last parameters alone, to which pictures answer sooner.
     """
 
     own: Mapping[str, Tensor]
@@ -59,6 +60,7 @@ class Closeness:
     units: Mapping[str, float]
     sized: bool
     exact: bool
+    of_last: Callable[[Tensor], Closeness | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class ScaleDirections:
     def limit(self, least: float) -> float:
         """Return the change of an update by a move of 1 that counts as none, where less than `least` does."""
         return max(least, FLOOR * float(self._spectrum[0].max()))
+
+    def tells_all(self, limit: float) -> bool:
+        """Return whether every move by 1 changes an update by more."""
+        return bool(self._spectrum[0].min() > limit)
 
     def untold(self, limit: float, group: int | None = None) -> Tensor:
         """Return the moves (m, k), of length 1, that change no more, the least first, and of one group alone if so."""

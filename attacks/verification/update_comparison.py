@@ -92,8 +92,24 @@ class UpdateComparison:
             return False
         if not self.whole:
             return True
-        others = (self.predictor.predict(other, labels) for other in brightness_variants(self.view, images))
-        return True if all(self._leaves_other_direction(made, allowed) for made in others) else None
+        others, soon = brightness_variants(self.view, images), self._tells_by_last_parameters(images, labels, allowed)
+        told = (
+            (soon and self._is_told_by_last_parameters(other, labels, allowed))
+            or self.leaves_other_direction(self.predictor.predict(other, labels), allowed)
+            for other in others
+        )
+        return True if all(told) else None
+
+    def _tells_by_last_parameters(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+        """Return whether the gradient of the last parameters is what is sent of them, of images that explain them."""
+        if not self.view.method.takes_any_loss:
+            return False
+        return not self._is_told_by_last_parameters(images, labels, allowed)
+
+    def _is_told_by_last_parameters(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+        """Return whether the last parameters alone tell that the update is not of images: one pass forward does."""
+        gradients = LabelGradients.of(self.view, images, self.observed.keys()).by_each_parameter(labels)
+        return self.leaves_other_direction({name: value.double() for name, value in gradients.items()}, allowed)
 
     def near_bounds(self, images: Tensor, labels: Tensor) -> dict[str, float] | None:
         """Return how far each tensor may be from what these images make, as near ones; None where they leave more."""
@@ -160,7 +176,7 @@ class UpdateComparison:
         for other in brightness_variants(self.view, images):
             own = labels if read is None else read(other)
             made = None if own is None else self.predictor.predict_in_double(other, own)
-            if made is not None and not self._leaves_other_direction(made, allowed):
+            if made is not None and not self.leaves_other_direction(made, allowed):
                 return False
         return True
 
@@ -188,7 +204,7 @@ class UpdateComparison:
         """
         allowed = self.bounds.predict_exactly(images, labels)[1]
         made = (self.predictor.predict_in_double(other[None], labels) for other in others)
-        return all(self._leaves_other_direction(one, allowed) for one in made)
+        return all(self.leaves_other_direction(one, allowed) for one in made)
 
     def tells_pairs_apart(self, images: Tensor, labels: Tensor, distance: float = PAIR_DISTANCE) -> bool:
         """Return whether pairs of pictures so far apart, stated as one, would be noticed.
@@ -285,7 +301,7 @@ class UpdateComparison:
 
     def label_gradients(self, images: Tensor) -> LabelGradients:
         """Return the gradients of these images' labels; those asked for last are kept."""
-        if not (self._last_gradients and self._last_gradients[0][0] is images):
+        if not (self._last_gradients and torch.equal(self._last_gradients[0][0].double(), images.double())):
             gradients = LabelGradients.of(self.predictor.in_double, images, self.observed.keys())
             self._last_gradients[:] = [(images, gradients)]
         return self._last_gradients[0][1]
@@ -313,7 +329,7 @@ class UpdateComparison:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
         return self.exceeds(self.predictor.predict_in_double(images, labels), allowed)
 
-    def _leaves_other_direction(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
+    def leaves_other_direction(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
         """Return whether some tensor tells, by its direction alone, that the update is not of what was predicted.
 
         No client sends what is no number.

@@ -14,6 +14,57 @@ LARGEST_GRADIENT = 1e-3
 """Gradient that may be left after them, as a share of that at zero."""
 
 
+class ConjugateGradients:
+    """The iterations for one positive definite system, which go on from where they ended."""
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        right: Tensor,
+        precondition: Callable[[Tensor], Tensor],
+        start: Tensor | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            product: multiplies by the system's matrix.
+            right: its right side.
+            precondition: multiplies by about its inverse.
+            start: where to begin; None for the preconditioned right side.
+        """
+        self._product, self._precondition = product, precondition
+        first = precondition(right)
+        self._whole = float((right * first).sum())
+        self._found = first if start is None else start
+        self._rest = right - product(self._found)
+        self._direction = precondition(self._rest)
+        self._gamma = float((self._rest * self._direction).sum())
+
+    def solve(self, tolerance: float) -> Tensor | None:
+        """Return the solution; None where `MAX_ITERATIONS` further iterations do not come near it.
+
+        Args:
+            tolerance: share of the gradient at zero, in the preconditioner's norm, at which iterations end. After all
+                of them it may be above, up to `LARGEST_GRADIENT`.
+        """
+        for _ in range(MAX_ITERATIONS):
+            check_time_limit()
+            if not self._gamma > tolerance**2 * self._whole:
+                break
+            self._iterate()
+        near = self._gamma <= max(tolerance, LARGEST_GRADIENT) ** 2 * self._whole
+        return self._found if near else None
+
+    def _iterate(self) -> None:
+        made = self._product(self._direction)
+        length = self._gamma / float((self._direction * made).sum())
+        self._found = self._found + length * self._direction
+        self._rest = self._rest - length * made
+        step = self._precondition(self._rest)
+        following = float((self._rest * step).sum())
+        self._direction, self._gamma = step + following / self._gamma * self._direction, following
+
+
 def solve_by_conjugate_gradients(
     product: Callable[[Tensor], Tensor],
     right: Tensor,
@@ -21,22 +72,13 @@ def solve_by_conjugate_gradients(
     start: Tensor | None,
     tolerance: float,
 ) -> Tensor | None:
-    """Return the solution of a positive definite system; None where iterations do not come near it."""
-    step = precondition(right)
-    whole = float((right * step).sum())
-    x = step if start is None else start
-    rest = right - product(x)
-    direction = precondition(rest)
-    gamma = float((rest * direction).sum())
-    for _ in range(MAX_ITERATIONS):
-        check_time_limit()
-        if not gamma > tolerance**2 * whole:
-            break
-        made = product(direction)
-        length = gamma / float((direction * made).sum())
-        x = x + length * direction
-        rest = rest - length * made
-        step = precondition(rest)
-        following = float((rest * step).sum())
-        direction, gamma = step + following / gamma * direction, following
-    return x if gamma <= max(tolerance, LARGEST_GRADIENT) ** 2 * whole else None
+    """Return the solution of a positive definite system; None where iterations do not come near it.
+
+    Args:
+        product: multiplies by the system's matrix.
+        right: its right side.
+        precondition: multiplies by about its inverse.
+        start: where to begin; None for the preconditioned right side.
+        tolerance: as of `ConjugateGradients.solve`.
+    """
+    return ConjugateGradients(product, right, precondition, start).solve(tolerance)

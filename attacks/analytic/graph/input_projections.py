@@ -71,11 +71,12 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
         return None
     active = norms > SILENT_CHANNEL * norms[norms > 0].median()  # others tell nothing and would count as equations
     a, g, channel = a[active], g[active], channel[active].unique(return_inverse=True)[1]
-    bases = [_row_basis(part) for part in a.split(height * width, dim=1)]
-    ranks = [basis.shape[1] for basis in bases]
+    of_images = a.split(height * width, dim=1)
+    ranks = list(map(_rank, of_images))
     if not min(ranks) > 0 or sum(ranks) == n * height * width or MIN_RATIO * sum(ranks) > len(a):
         return None
-    reduced = torch.cat([part @ v for part, v in zip(a.split(height * width, dim=1), bases, strict=True)], 1)
+    bases = [_row_basis(part, rank) for part, rank in zip(of_images, ranks, strict=True)]
+    reduced = torch.cat([part @ v for part, v in zip(of_images, bases, strict=True)], 1)
     solved = _solve_without_outliers(reduced, g, channel)
     if solved is None:
         return None
@@ -187,7 +188,13 @@ def _weighted_least_squares(a: Tensor, g: Tensor, weights: Tensor) -> tuple[Tens
     return z, float((left * (1 / s.square()).sum()).sqrt() / z.norm().clamp_min(1e-300))
 
 
-def _row_basis(matrix: Tensor) -> Tensor:
+def _rank(matrix: Tensor) -> int:
+    """Return how many directions a matrix's rows have."""
+    shorter = matrix if len(matrix) < matrix.shape[1] else matrix.mT
+    values = torch.linalg.eigvalsh(shorter @ shorter.mT)
+    return int((values > NO_DIRECTION**2 * values[-1]).sum())
+
+
+def _row_basis(matrix: Tensor, rank: int) -> Tensor:
     """Return an orthonormal basis (columns, rank) of a matrix's rows."""
-    values, vectors = torch.linalg.eigh(matrix.mT @ matrix)
-    return vectors[:, values > (NO_DIRECTION**2) * values[-1]]
+    return torch.linalg.eigh(matrix.mT @ matrix)[1][:, -rank:]

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.block_matrices import BlockMatrix, Eigenbasis, find_parts
-from attacks.analytic.graph.conjugate_gradients import solve_by_conjugate_gradients
+from attacks.analytic.graph.conjugate_gradients import ConjugateGradients
 from attacks.analytic.graph.joint_equations import GradientEquations, KnownEntries, LinearEquations
 from attacks.analytic.graph.sign_bounds import RestrictedSystem, gradient_product, negligible, settle, solve_with_zeros
 from fl.seeds import stream
@@ -164,7 +164,7 @@ def _by_channels(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-@dataclass(frozen=True)
+@dataclass
 class _System:
     """The normal equations of all numbers, where nothing is known of single ones, in coordinates of eigenvectors.
 
@@ -174,6 +174,7 @@ class _System:
         precondition: the preconditioner.
         right: the right side.
         product: returns N y.
+        iterations: which solve it, once they have begun.
     """
 
     matrix: Tensor
@@ -181,6 +182,7 @@ class _System:
     precondition: _Preconditioner
     right: Tensor
     product: Callable[[Tensor], Tensor]
+    iterations: ConjugateGradients | None = None
 
     @classmethod
     def of(cls, gradients: GradientEquations, others: LinearEquations) -> _System | None:
@@ -202,9 +204,11 @@ class _System:
         return cls(a, basis, precondition, right, product)
 
     def solve(self, start: Tensor | None, tolerance: float) -> Tensor | None:
-        """Return x as `JointSolver` does."""
-        begin = None if start is None else self.basis.to(start)
-        y = solve_by_conjugate_gradients(self.product, self.right, self.precondition, begin, tolerance)
+        """Return x as `JointSolver` does; asked again, iterations go on from where they ended."""
+        if self.iterations is None:
+            begin = None if start is None else self.basis.to(start)
+            self.iterations = ConjugateGradients(self.product, self.right, self.precondition, begin)
+        y = self.iterations.solve(tolerance)
         return None if y is None else self.basis.back(y)
 
 

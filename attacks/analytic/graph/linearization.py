@@ -15,6 +15,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attacks.network.operation_trace import MODEL_ERRORS
@@ -61,7 +63,8 @@ class RecordedDerivative:
             values, tangents = torch.func.jvp(lambda z: tuple(forward(z)), (point,), (direction,))[:2]
             return (*values, *tangents)
 
-        with warnings.catch_warnings():
+        shapes = TracingContext(FakeTensorMode())  # without, torch makes a mode of its own for every tensor's shape
+        with warnings.catch_warnings(), tracing(shapes):
             warnings.simplefilter("ignore")  # torch warns of its own use of deprecated functions
             try:
                 module = make_fx(both)(images.detach(), torch.zeros_like(images))

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from attacks.analytic.graph.feature_inversion import (
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, residual
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.picture_search import search_seconds
+from attacks.analytic.graph.pixel_curvature import PixelCurvature
 from attacks.verification.level_lines import pictures_on_lines
 from fl.seeds import stream
 from fl.tensors import per_image
@@ -121,11 +122,12 @@ def count_undetermined(
     first = next(place for place, target in enumerate(equations) if target.counts)
     lowest = [target if place == first else replace(target, use="none") for place, target in enumerate(equations)]
     lowest_problem = FeatureProblem.of(forward, single_forward, lowest)
-    if not at_levels and not _are_contrasts_told(lowest_problem, found.images, seed):
+    around = _Surroundings.of(lowest_problem, found.images, seed)
+    if not at_levels and not _are_contrasts_told(around):
         return found.images.numel()
-    open_part = _null_space_part(lowest_problem, found.images, move, seed)
+    open_part = around.null_space_part(move)
     if open_part is not None and bool((open_part.abs() <= most).all()):
-        unsure = _count_unsure(lowest_problem, found.images, move, open_part, seed)
+        unsure = _count_unsure(around, move, open_part, seed)
         told = not unsure or (at_levels and _are_told_to_half_a_level(lowest_problem, found.images))
         return 0 if told else unsure
     problem = FeatureProblem.of(forward, single_forward, targets)
@@ -203,13 +205,13 @@ def _draw(shape: Sequence[int], seed: int, *names: str | int) -> Tensor:
     return torch.randn(tuple(shape), generator=stream(seed, *names), dtype=torch.float64)
 
 
-def _are_contrasts_told(problem: FeatureProblem, images: Tensor, seed: int) -> bool:
+def _are_contrasts_told(around: _Surroundings) -> bool:
     """Return whether features tell the brightness and contrast of images, as a whole and of each channel.
 
     Normalizations take these off, and what is open in one direction alone hardly shows in a move at random.
     """
-    for pattern in _contrast_patterns(images):
-        open_part = _null_space_part(problem, images, NUDGE * pattern, seed)
+    for pattern in _contrast_patterns(around.images):
+        open_part = around.null_space_part(NUDGE * pattern)
         if open_part is None or bool((open_part.abs() > MAX_MOVED / 255).any()):
             return False
     return True
@@ -270,21 +272,20 @@ def _are_told_to_half_a_level(problem: FeatureProblem, images: Tensor) -> bool:
     return True
 
 
-def _count_unsure(problem: FeatureProblem, images: Tensor, move: Tensor, open_part: Tensor, seed: int) -> int:
+def _count_unsure(around: _Surroundings, move: Tensor, open_part: Tensor, seed: int) -> int:
     """Return how many numbers may be at another level by errors of the features, as drawn ones put them off.
 
     Args:
-        problem: the features.
-        images: (B, C, H, W), which are moved.
-        move: shaped like them.
+        around: the images.
+        move: shaped like them, by which they are moved.
         open_part: what is left of it without errors.
         seed: of the errors.
     """
-    squares = torch.zeros_like(images)
+    squares = torch.zeros_like(around.images)
     for number in range(ERROR_DRAWS):
-        left = _null_space_part(problem, images, move, seed, _draw_errors(problem, images, seed, number))
+        left = around.null_space_part(move, _draw_errors(around.problem, around.images, seed, number))
         if left is None:
-            return images.numel()
+            return around.images.numel()
         off = (left - open_part).abs()
         if CLEAR * float(off.max()) <= MAX_MOVED_AT_LEVELS / 255:  # a number's first error is seldom so small by chance
             return 0
@@ -304,52 +305,69 @@ def _draw_errors(problem: FeatureProblem, images: Tensor, seed: int, number: int
     return drawn
 
 
-def _null_space_part(
-    problem: FeatureProblem, images: Tensor, move: Tensor, seed: int, errors: Sequence[Tensor] = ()
-) -> Tensor | None:
-    """Return what is left of a move of the images without what the features say of it, to first order.
+@dataclass(frozen=True)
+class _Surroundings:
+    """What features say of pictures beside found ones, to first order.
 
-    None where iterations do not end.
-
-    Args:
+    Attributes:
         problem: the features.
-        images: (B, C, H, W), which are moved.
-        move: shaped like them.
-        seed: of the preconditioner's probes.
-        errors: that are added to the residuals.
+        images: the found pictures (B, C, H, W).
+        jacobian: of the residuals there.
+        curvature: the preconditioner of its normal equations.
     """
-    single, wanted, count = problem.to(problem.work_type), move.to(problem.work_type), len(images)
-    jacobian = ResidualJacobian(single, single.linearize(images.to(problem.work_type)))
-    curvature = draw_curvature(jacobian, single, seed)
 
-    def dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(a * b).reshape(count, -1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
+    problem: FeatureProblem
+    images: Tensor
+    jacobian: ResidualJacobian
+    curvature: PixelCurvature
 
-    missed = [values.to(problem.work_type) for values in problem.evaluate(images)]
-    if errors:
-        missed = [values + error.to(values) for values, error in zip(missed, errors, strict=True)]
-    rest = tuple(m + p for m, p in zip(missed, jacobian.push(wanted), strict=True))
-    gradient = jacobian.pull(rest)
-    direction = preconditioned = curvature.divide(gradient)
-    told, gamma = torch.zeros_like(wanted), dot([gradient], [preconditioned])
-    noise, before = problem.noise * problem.size, dot(rest, rest).sqrt()
-    for k in range(1, MAX_ITERATIONS + 1):
-        pushed = jacobian.push(direction)
-        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0, 0.0)  # where nothing is left to gain
-        told = told + per_image(length, direction) * direction
-        rest = tuple(r - per_image(length, p) * p for r, p in zip(rest, pushed, strict=True))
-        if k % LOOK_BACK == 0:
-            now = dot(rest, rest).sqrt()
-            ended = (now <= BELOW_NOISE * noise) | ((now <= ABOVE_NOISE * noise) & (now > LEAST_FALL * before))
-            if bool(ended.all()):
-                return move - told.to(move)
-            before = now
+    @classmethod
+    def of(cls, problem: FeatureProblem, images: Tensor, seed: int) -> _Surroundings:
+        """Return those of images; the seed is that of the preconditioner's probes."""
+        single = problem.to(problem.work_type)
+        jacobian = ResidualJacobian(single, single.linearize(images.to(problem.work_type)))
+        return cls(problem, images, jacobian, draw_curvature(jacobian, single, seed))
+
+    def null_space_part(self, move: Tensor, errors: Sequence[Tensor] = ()) -> Tensor | None:
+        """Return what is left of a move of the images without what the features say of it.
+
+        None where iterations do not end.
+
+        Args:
+            move: shaped like the images.
+            errors: that are added to the residuals.
+        """
+        problem, jacobian, curvature = self.problem, self.jacobian, self.curvature
+        wanted, count = move.to(problem.work_type), len(self.images)
+
+        def dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+            return torch.stack([(a * b).reshape(count, -1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
+
+        missed = [values.to(problem.work_type) for values in problem.evaluate(self.images)]
+        if errors:
+            missed = [values + error.to(values) for values, error in zip(missed, errors, strict=True)]
+        rest = tuple(m + p for m, p in zip(missed, jacobian.push(wanted), strict=True))
         gradient = jacobian.pull(rest)
-        preconditioned = curvature.divide(gradient)
-        following = dot([gradient], [preconditioned])
-        direction = preconditioned + per_image(following / gamma.clamp_min(1e-37), direction) * direction
-        gamma = following
-    return None
+        direction = preconditioned = curvature.divide(gradient)
+        told, gamma = torch.zeros_like(wanted), dot([gradient], [preconditioned])
+        noise, before = problem.noise * problem.size, dot(rest, rest).sqrt()
+        for k in range(1, MAX_ITERATIONS + 1):
+            pushed = jacobian.push(direction)
+            length = (gamma / dot(pushed, pushed)).nan_to_num(0.0, 0.0)  # where nothing is left to gain
+            told = told + per_image(length, direction) * direction
+            rest = tuple(r - per_image(length, p) * p for r, p in zip(rest, pushed, strict=True))
+            if k % LOOK_BACK == 0:
+                now = dot(rest, rest).sqrt()
+                ended = (now <= BELOW_NOISE * noise) | ((now <= ABOVE_NOISE * noise) & (now > LEAST_FALL * before))
+                if bool(ended.all()):
+                    return move - told.to(move)
+                before = now
+            gradient = jacobian.pull(rest)
+            preconditioned = curvature.divide(gradient)
+            following = dot([gradient], [preconditioned])
+            direction = preconditioned + per_image(following / gamma.clamp_min(1e-37), direction) * direction
+            gamma = following
+        return None
 
 
 def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:

@@ -13,7 +13,7 @@ import attacks.analytic.recursive.chain_descent
 import fl.models
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.solution import LayerSolution
-from attacks.update.float_rounding import coarse_form, relative_entry_rounding
+from attacks.update.float_rounding import coarse_form, relative_entry_rounding, rounding_of_numbers
 from fl.capture import from_update
 from fl.seeds import stream
 from fl.view import ServerView
@@ -42,6 +42,14 @@ def test_rounding_is_as_large_as_the_spacing_of_numbers_at_each_weight() -> None
     assert float(fine) == pytest.approx(float(coarse), rel=0.2)
     error = (view.update[NAME] - step).square().mean().sqrt()  # type: ignore[operator]
     assert float(found.square().mean().sqrt() * step.square().mean().sqrt()) == pytest.approx(float(error), rel=0.05)
+
+
+def test_rounding_of_a_gradient_is_by_the_spacing_of_its_type() -> None:
+    sizes = torch.linspace(-120, 120, 200).exp2()
+    numbers = torch.cat([sizes, -1.37 * sizes, sizes.new_tensor([1.0, 2.0, 0.5])])
+    view = replace(view_of(), update={NAME: numbers}, rounded=False)
+    apart = numbers.abs().nextafter(numbers.new_tensor(torch.inf)).double() - numbers.abs().double()
+    torch.testing.assert_close(rounding_of_numbers(view)[NAME], apart / 12**0.5, rtol=1e-12, atol=0.0)
 
 
 def test_an_update_that_is_no_difference_of_models_has_no_grain() -> None:

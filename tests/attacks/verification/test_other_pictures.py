@@ -47,7 +47,7 @@ class Patches(nn.Module):
         self.head = nn.Linear(8 * 49 if placed else 8, 4)
 
     def forward(self, images: Tensor) -> Tensor:
-        self.passes[images.dtype] += 1
+        self.passes[images.dtype] += len(images)
         values = functional.softplus(self.patches(images - 0.5))
         values = STEPS[self.steps](values) if self.steps else values
         return self.head(values.flatten(1) if self.placed else values.mean((2, 3)))
@@ -81,7 +81,7 @@ def test_no_order_is_overlooked_by_single_precision() -> None:
     assert "another order" in result.note
 
 
-@pytest.mark.parametrize(("steps", "side"), [*((steps, SIDE) for steps in STEPS), ("", 32)])
+@pytest.mark.parametrize(("steps", "side"), [*((steps, SIDE) for steps in STEPS), ("", 16)])
 def test_single_precision_is_not_asked_of_a_network_with_steps_nor_of_a_small_picture(steps: str, side: int) -> None:
     net = Patches(placed=False, steps=steps)
     initialize(net, stream(1, "other pictures"))
@@ -92,6 +92,33 @@ def test_single_precision_is_not_asked_of_a_network_with_steps_nor_of_a_small_pi
     assert not bool(network.same(truth.inputs.double().roll(1, -1)).any())
     assert bool(network.same(truth.inputs.double().roll(16, -1)).all())
     assert dict(Patches.passes) == {torch.float64: 2}
+
+
+class Coupled(nn.Module):
+    """A network in which pictures of a batch have a part in each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 32**2, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head((images - images.mean(0)).flatten(1).abs())
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_other_pictures_are_asked_together_where_they_have_no_part_in_each_other(coupled: bool) -> None:
+    one = picture()[..., :32, :32]
+    images = torch.cat([one, one.flip(-1)])
+    net = Coupled() if coupled else nn.Sequential(nn.Flatten(), nn.Linear(3 * 32**2, 8), nn.ReLU(), nn.Linear(8, 4))
+    initialize(net, stream(1, "other pictures"))
+    view, truth = from_batch(net, images, torch.tensor([1, 2]))
+    network = WholeNetwork.of(view, truth.inputs)
+    assert network is not None
+    given = truth.inputs.double()
+    others = [given.roll(1, -1), given, given.flip(-2)]
+    left = network.undecided(others)
+    assert [any(other is one for one in left) for other in others] == [coupled, True, coupled]
+    assert [bool(network.same(other).all()) for other in others] == [False, True, False]
 
 
 def test_all_checks_have_one_network_and_one_exact_prediction_of_the_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
