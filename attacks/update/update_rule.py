@@ -222,12 +222,14 @@ def _each_readable(view: ServerView) -> Iterator[_TensorUpdate]:
         start = view.shared.get(name)
         if isinstance(value, LowRank) or not isinstance(start, Tensor) or not bool(value.isfinite().all()):
             continue
-        spacing = _spacing(start) if view.rounded else torch.zeros_like(start)
-        heard = (value != 0) & (value.abs() > MIN_SPACINGS * spacing)
+        spacing = _spacing(start) if view.rounded else start.new_zeros(1)
+        moved = value != 0
+        heard = moved & (value.abs() > MIN_SPACINGS * spacing) if view.rounded else moved
+        count = int(heard.sum())
         # the larger half has to be heard, or what is left of the rest is a choice of the grid's
-        if int(heard.sum()) >= max(MIN_ENTRIES, int((value != 0).sum()) // 2):
-            grain = float(spacing.max())
-            yield _TensorUpdate(name, start.double(), value.double(), value[heard].abs().double(), grain)
+        if count >= max(MIN_ENTRIES, int(moved.sum()) // 2):
+            sizes = (value.flatten() if count == value.numel() else value[heard]).abs().double()
+            yield _TensorUpdate(name, start.double(), value.double(), sizes, float(spacing.max()))
 
 
 def _spacing(start: Tensor) -> Tensor:
