@@ -9,7 +9,7 @@ their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -80,8 +80,9 @@ def find_activations(graph: Graph) -> dict[int, Activation]:
         graph: of one image, in double precision.
     """
     found: dict[int, Activation] = {}
+    known: dict[Hashable, Activation] = {}  # a network mostly has one many times
     for end in graph.used_operations():
-        activation = _find_ending_at(graph, end, found)
+        activation = _find_ending_at(graph, end, found, known)
         if activation is not None:
             found[end] = activation
     return found
@@ -101,11 +102,24 @@ def with_activations(graph: Graph, found: Mapping[int, Activation]) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def _find_ending_at(graph: Graph, end: int, found: Mapping[int, Activation]) -> Activation | None:
-    """Return the activation by the fewest operations that ends with one; None where there is none."""
+def _find_ending_at(
+    graph: Graph, end: int, found: Mapping[int, Activation], known: dict[Hashable, Activation]
+) -> Activation | None:
+    """Return the activation by the fewest operations that ends with one; None where there is none.
+
+    Args:
+        graph: of one image.
+        end: the operation.
+        found: activations before it.
+        known: those that are one operation, by what that does; this one is noted there.
+    """
     passed: list[Activation] = []
     for segment in _segments_to(graph, end):
-        activation = _read_activation(graph, segment)
+        function = graph.nodes[end].function_of_one if len(segment.nodes) == 1 else None
+        same = known.get(function)
+        activation = _read_activation(graph, segment) if same is None else replace(same, start=segment.start)
+        if activation is not None and function is not None:
+            known[function] = activation
         if activation is not None:
             return None if activation in passed else activation  # what follows one may change nothing
         if segment.start.node in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,14 @@ class Node:
     def refs(self) -> list[Ref]:
         """The tensors that it takes."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Ref)]
+
+    @property
+    def function_of_one(self) -> Hashable | None:
+        """What the operation does to its only tensor: equal where others do the same. None where it takes others."""
+        if len(self.refs) != 1 or any(isinstance(leaf, Tensor) for leaf in self.leaves):
+            return None
+        leaves = tuple("" if isinstance(leaf, Ref) else repr(leaf) for leaf in self.leaves)
+        return self.op, leaves, repr(self.spec), tuple((out.shape, out.dtype) for out in self.outputs)
 
     @property
     def operation(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -117,15 +117,22 @@ class NetworkGraph:
 
     @cached_property
     def _all_activations(self) -> dict[int, Activation | MonotoneActivation]:
-        found = {}
+        found: dict[int, Activation | MonotoneActivation] = {}
+        known: dict[Hashable, Activation] = {}  # a network mostly has one many times
         for number in self.used:
             flows = self.flows_into(number)
-            if number in self.layers or len(flows) != 1 or self.is_affine(number):
+            if number in self.layers or len(flows) != 1:
                 continue
-            activation = self._read_activation(number, flows[0])
+            function = self.single.nodes[number].function_of_one
+            activation = known.get(function) or self._find_activation(number, flows[0])
             if activation is not None:
                 found[number] = activation
+            if isinstance(activation, Activation) and function is not None:
+                known[function] = activation
         return found
+
+    def _find_activation(self, number: int, taken: Ref) -> Activation | MonotoneActivation | None:
+        return None if self.is_affine(number) else self._read_activation(number, taken)
 
     def is_affine(self, number: int) -> bool:
         """Return whether an operation is affine in all that it takes of the image's flow, taken together."""

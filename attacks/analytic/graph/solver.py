@@ -503,14 +503,14 @@ class GraphSolver:
             if layer.groups != 1 or layer.signal_equations < layer.unknown_signals:
                 continue
             try:
+                values = self.known.value(self.network.layer_input(number)).reshape(layer.input_shape)
+            except UnknownError:
+                continue
+            try:
                 self.known.signal(Ref(number))
                 continue
             except UnknownError:
                 pass
-            try:
-                values = self.known.value(self.network.layer_input(number)).reshape(layer.input_shape)
-            except UnknownError:
-                continue
             found = solve_signal(layer, values)
             if found is not None and found[1] < MAX_MISFIT:
                 self.known.set_signal(Ref(number), found[0].reshape(self.network.graph.value(Ref(number)).shape))

@@ -97,3 +97,24 @@ def test_attention_is_recorded_in_plain_steps_and_draws_nothing() -> None:
     done = {graph.nodes[number].operation for number in graph.used_operations()}
     assert "bmm" in done
     assert not [name for name in done if "attention" in name]
+
+
+def test_operations_are_the_same_function_where_name_numbers_and_shape_are() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            one, again = torch.relu(x), torch.relu(x + 1)
+            gentle, steep = nn.functional.leaky_relu(x, 0.1), nn.functional.leaky_relu(x, 0.2)
+            small = torch.relu(x[..., :2])
+            return (one + again + gentle + steep).flatten(1).sum(1, keepdim=True) + small.flatten(1).sum(
+                1, keepdim=True
+            )
+
+    graph = trace_operations(Net().double(), images(1))
+    functions: dict[str, list[object]] = {}
+    for node in graph.nodes:
+        functions.setdefault(node.operation, []).append(node.function_of_one)
+    one, again, small = functions["relu"]
+    assert one == again != small
+    gentle, steep = functions["leaky_relu"]
+    assert gentle != steep
+    assert set(functions["add"][1:]) == {None}  # of two tensors
