@@ -67,8 +67,12 @@ def coarse_form(view: ServerView) -> str:
         return str(kind).removeprefix("torch.")
     large = _large(view)
     by_rows = were_rows_rounded(value for value, _ in large)
-    bits = [bits_of_grid(value, start, of_one_row=by_rows) for value, start in large]
-    return f"{max(bits)} bits a number" if bits and all(bits) else ""
+    bits = []
+    for value, start in large:
+        bits.append(bits_of_grid(value, start, of_one_row=by_rows))
+        if not bits[-1]:
+            return ""
+    return f"{max(bits)} bits a number" if bits else ""
 
 
 def is_sent_in_float8(view: ServerView) -> bool:

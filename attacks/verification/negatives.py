@@ -45,6 +45,8 @@ def has_negative(
         return not view.private and _has_negative_by_update(view, result, check, labels)
     for others in negatives(view, network.images):
         another = are_others(others, network.images)
+        if not bool(another.any()):
+            continue
         others = network.put(others, another)
         same, opposite = (another & network.same(others, sign=sign) for sign in (1, -1))
         if bool(same.any()) and network.makes_update(view, check, network.put(others, same), labels):
