@@ -193,7 +193,10 @@ class RecordedUpdate:
             ValueError: something came back that was not there before.
         """
         if odd := next((name for name in self.after if name not in self.before), None):
-            raise ValueError(f"expected the same names before and after training, got {odd!r} in one alone")
+            raise ValueError(
+                f"expected the same names before and after training, got {odd!r} after it alone: give both by the "
+                "names of model.state_dict()"
+            )
         return {name: value for name, value in self.before.items() if name in self.after}
 
     def save(self, path: Path) -> None:

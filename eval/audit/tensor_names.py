@@ -199,6 +199,23 @@ def _from_own_weights(after: Mapping[str, Tensor], model: nn.Module) -> dict[str
     return found
 
 
+def with_alike_names(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights before and after, whose names differ, by the model's names; what it does not have is gone.
+
+    Args:
+        before: as they were sent, all of them or an adapter's.
+        after: as they came back, likewise.
+        model: whose names are wanted.
+    """
+    first, last = (_match_names(list(half), model)[0] for half in (before, after))
+    return (
+        {first[name]: value for name, value in before.items() if name in first},
+        {last[name]: value for name, value in after.items() if name in last},
+    )
+
+
 def freeze_unsent(model: nn.Module, update: Collection[str], shared: Collection[str]) -> tuple[nn.Module, str]:
     """Return the model with parameters frozen that the update does not have, and what to say of it.
 
@@ -247,9 +264,8 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
         prefix = f"{'.'.join(parts[:cut])}."
         if all(name.startswith(prefix) and name.removeprefix(prefix) in known for name in names):
             return {n: n.removeprefix(prefix) for n in names}, [f"names lose {prefix}, which stands before all of them"]
-    for prefix in dict.fromkeys(name[: -len(names[0])] for name in known if name.endswith(f".{names[0]}")):
-        if all(prefix + name in known for name in names):
-            return {name: prefix + name for name in names}, [f"names gain {prefix}, as the model has them"]
+    if prefix := _missing_prefix(names, known):
+        return {name: prefix + name for name in names}, [f"names gain {prefix}, as the model has them"]
     if any(ADAPTER_PART.search(name) for name in names) and not any(map(ADAPTER_NAME.search, known)):
         raise ValueError(
             f"expected a model with the adapter whose tensors the file has ({names[0]!r}), got one without: let your "
@@ -341,25 +357,55 @@ def _match_separators(names: Sequence[str], known: Collection[str]) -> tuple[dic
     return own, [f"names have dots in place of other characters: {example!r} is {own[example]!r}"]
 
 
+def _missing_prefix(names: Sequence[str], known: Collection[str]) -> str:
+    """Return what all names lack in front to be known ones; "" for nothing that would do.
+
+    Raises:
+        ValueError: several would, as in a network with twin branches.
+    """
+    first = names[0] if names else ""
+    fitting = sorted(name[: -len(first)] for name in known if first and name.endswith(f".{first}"))
+    fitting = [prefix for prefix in fitting if all(prefix + name in known for name in names)]
+    if len(fitting) > 1:
+        raise ValueError(
+            f"expected the model's own names, got {first!r}, which may be of any of several of its parts "
+            f"({', '.join(fitting[:3])}): put the right one's prefix in front"
+        )
+    return fitting[0] if fitting else ""
+
+
 def _match_adapters(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
-    """Return the names of PEFT's model by those of its adapter file; None where that is not what they are."""
+    """Return the names of PEFT's model by those of its adapter file; None where that is not what they are.
+
+    What wrapping a model adds may stand in them, and what stands before all of PEFT's names may lack.
+    """
     short: dict[str, list[str]] = {}
     for name in known:
         if ADAPTER_NAME.search(name):
-            bare = ADAPTER_NAME.sub(lambda found: found["kind"] or "", name)
-            short.setdefault(bare.replace(*DORA_PART), []).append(name)
-    if all(short.get(name) for name in names) and any(len(short[name]) > 1 for name in names):
-        adapters = ", ".join(sorted({_adapter(name) for name in short[names[0]]}))
+            plain = ADAPTER_NAME.sub(lambda found: found["kind"] or "", name)
+            short.setdefault(plain.replace(*DORA_PART), []).append(name)
+    if not short:
+        return None
+    unwrapped = {name: bare(name).replace(*DORA_PART) if name not in known else name for name in names}
+    targets = {name: [name] for name in known} | short
+    prefix = "" if targets.keys() >= {*unwrapped.values()} else _missing_prefix([*unwrapped.values()], targets)
+    found = {name: targets.get(prefix + plain, []) for name, plain in unwrapped.items()}
+    if all(found.values()) and (several := next((name for name in names if len(found[name]) > 1), None)):
+        adapters = ", ".join(sorted({_adapter(name) for name in found[several]}))
         raise ValueError(
             f"expected the names of tensors with their adapter's, since the model has several ({adapters}), got "
-            f"{names[0]!r}: save them by model.named_parameters(), or let your function return a model with that one "
+            f"{several!r}: save them by model.named_parameters(), or let your function return a model with that one "
             "alone, model.delete_adapter(other)"
         )
-    own = {name: short[name][0] if len(short.get(name, ())) == 1 else name for name in names}
-    if not set(own.values()) <= set(known) or own == {name: name for name in names}:
+    own = {name: mine[0] for name, mine in found.items() if mine}
+    if len(own) < len(names) or len({*own.values()}) < len(names) or own == {name: name for name in names}:
         return None
-    added = sorted({_adapter(own[name]) for name in names if own[name] != name})
-    return own, [f"names gain the adapter's, {', '.join(added)}, which PEFT leaves out of its files"]
+    added = sorted({_adapter(own[name]) for name in names if ADAPTER_NAME.search(own[name]) and own[name] not in name})
+    lost = sorted({part for name in names for part in name.split(".")} & WRAPPERS)
+    said = [f"names lose {' and '.join(f'{part}.' for part in lost)}, which wrapping a model adds"] if lost else []
+    said += [f"names gain {prefix}, as the model has them"] if prefix else []
+    said += [f"names gain the adapter's, {', '.join(added)}, which PEFT leaves out of its files"] if added else []
+    return own, said
 
 
 def _adapter(name: str) -> str:

@@ -24,7 +24,7 @@ from eval.audit.attack_selection import ATTACKS_ON_IDS, default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
-from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names, without_wrappers
+from eval.audit.tensor_names import UNSENT_KNOWN, with_alike_names, with_model_names, without_wrappers
 from eval.audit.user_model import Subject
 from eval.federations.doubts import find_doubt, unread_form, unread_parts
 from eval.federations.exposures import (
@@ -60,6 +60,7 @@ from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.module_copies import deep_copy
 from fl.runtime.user_code import RUN_ERRORS
+from fl.simulation.capture_checks import unwrap_model
 from fl.simulation.dropout_masks import Silenced, equals_evaluation, in_client_mode, silence
 from fl.view import ServerView
 
@@ -247,6 +248,7 @@ class Screener:
         importlib.import_module("torch._dynamo")  # done at the first copy of a network, where a limit would end it
         try:
             with limited_by(self._time_beside_attacks()):
+                recorded = self._with_alike_names(recorded)
                 case = self._case(recorded)
         except StoppedError:
             reason = UNREAD_IN_TIME.format(f"{self._time_beside_attacks().time_limit:g}")
@@ -326,6 +328,20 @@ class Screener:
                 return read_compressed_layer(view)
             except StoppedError:
                 return None
+
+    def _with_alike_names(self, recorded: RecordedUpdate) -> RecordedUpdate:
+        """Return an update whose weights before and after have the same names, as far as the model tells them.
+
+        All weights may have been sent, say, of which PEFT's adapter file came back alone, by names of its own.
+        """
+        if recorded.before.keys() >= recorded.after.keys() or not recorded.before:
+            return recorded
+        before, after = with_alike_names(recorded.before, recorded.after, self.model())
+        common = {name: value for name, value in after.items() if name in before}
+        trained = {name for name, value in unwrap_model(self.model()).named_parameters() if value.requires_grad}
+        if not common or trained & (after.keys() - common.keys()):  # which is refused by name
+            return recorded
+        return replace(recorded, before=before, after=common)
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""

@@ -260,6 +260,7 @@ class _Preconditioner:
         """Return it, with p and m estimated from random signs, and the weight w of F's equations.
 
         It is None where a direction is in neither A nor F: iterations would leave it at zero, as if that were known.
+        F may tell nothing at all, as where no number of the layer above was sent: then w is 0.
         """
         n, k = len(basis.values), gradients.right.shape[1]
         draw = stream(0, "probes of output equations")
@@ -275,6 +276,8 @@ class _Preconditioner:
             return None
         if bool(null.any()) and float(values.min()) <= NULL_SPACE * float(values.max()):
             return None
+        if not bool(mixed.any()):
+            return cls(channels, basis.values[:, None].expand(n, k)), 0.0
         values = values.clamp_min(LEAST_SHARE * float(values.max()))
         shares = shares.clamp_min(LEAST_SHARE * float(shares.max())) / shares.mean()
         told = min(int(MAX_TOLD_SHARE * others.count / k), n - 1)

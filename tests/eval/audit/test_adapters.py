@@ -1,6 +1,7 @@
 """Adapters of low rank: what their upper matrices alone tell, and weights into which they were merged."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 
 import hyperleak
 from attacks.base import NotApplicable, build
-from eval.audit.captured_files import load_pair
+from eval.audit.captured_files import CapturedUpdate, load_pair
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import with_model_names
 from eval.audit.update_sanity import find_inconsistency
+from eval.federations.screening import Screener
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -129,3 +132,77 @@ def test_rows_that_were_sent_alone_are_no_merged_adapter() -> None:
     update[name][row] = grads[name][row]
     said = hyperleak.audit(model, update=update, input_shape=tuple(picture().shape[1:]), attacks=["analytic"]).mismatch
     assert "adapters" not in said
+
+
+# ---- names of PEFT's models and of its files -------------------------------------------------------------------------
+class AsPeft(nn.Module):
+    """A network with adapters, under the names of PEFT's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = adapted(moving=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.base_model.model(x)
+        return logits
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return state(model)
+
+
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in state(model).items() if "lora_" in name}
+
+
+def file(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace(".default", ""): value for name, value in adapters(model).items()}
+
+
+def shorter(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("base_model.model."): value for name, value in file(model).items()}
+
+
+def wrapped(model: nn.Module) -> dict[str, Tensor]:
+    return {f"module.{name}": value for name, value in file(model).items()}
+
+
+@pytest.mark.parametrize("sent", [whole, adapters, file, shorter, wrapped])
+@pytest.mark.parametrize("back", [whole, adapters, file, shorter, wrapped])
+def test_adapters_before_and_after_are_matched_by_name_however_each_is_called(sent, back) -> None:
+    model = AsPeft()
+    trained = step(model)
+    found = with_model_names(load_pair(sent(model), back(trained)), model)
+    made = adapters(trained)
+    assert found.update.keys() == made.keys()
+    assert all(torch.equal(found.update[name], value - made[name]) for name, value in adapters(model).items())
+
+
+@pytest.mark.parametrize(("sent", "back"), [(whole, file), (file, whole), (shorter, adapters), (whole, wrapped)])
+def test_a_screening_matches_the_names_of_adapters(sent, back) -> None:
+    model = AsPeft()
+    facts = TrainingFacts(optimizer="sgd", lr=0.1, steps=1, examples=1)
+    recorded = RecordedUpdate(before=sent(model), after=back(step(model)), training=facts)
+    alike = RecordedUpdate(before=adapters(model), after=adapters(step(model)), training=facts)
+    screen = Screener(model=lambda: model, input_shape=SHAPE, seconds=3)
+    found, expected = screen(recorded), screen(alike)
+    assert (found.verdict, found.reason) == (expected.verdict, expected.reason)
+    assert found.verdict == "leaked"
+    other = replace(recorded, after={"elsewhere": torch.zeros(2)})
+    assert "give both by the names of model.state_dict()" in screen(other).reason
+
+
+def test_short_names_that_several_parts_have_are_not_given_to_one_of_them() -> None:
+    model = nn.ModuleDict({"user": nn.Linear(4, 3), "item": nn.Linear(4, 3)})
+    update = CapturedUpdate({"weight": torch.zeros(3, 4), "bias": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"any of several of its parts \(item\., user\.\): put the right one's"):
+        with_model_names(update, model)
+    twins = nn.ModuleDict({"user": adapted(moving=True), "item": adapted(moving=True)})
+    short = {name.removeprefix("user."): v for name, v in file(twins).items() if name.startswith("user.")}
+    with pytest.raises(ValueError, match="any of several of its parts"):
+        with_model_names(CapturedUpdate(short), twins)

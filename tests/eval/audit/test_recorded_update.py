@@ -238,5 +238,5 @@ def test_of_parts_that_came_back_the_rest_stays_as_it_was(tmp_path: Path) -> Non
     assert update.difference().keys() == {"a"}
     update.save(tmp_path / "u.npz")
     assert RecordedUpdate.load(tmp_path / "u.npz").before.keys() == {"a"}
-    with pytest.raises(ValueError, match="got 'c' in one alone"):
+    with pytest.raises(ValueError, match="got 'c' after it alone: give both by the names"):
         replace(update, after={"c": torch.zeros(2)}).difference()

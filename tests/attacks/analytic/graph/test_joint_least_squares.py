@@ -168,3 +168,14 @@ def test_blocks_are_inverted_at_the_free_numbers_of_each_channel() -> None:
         whole = (a.mT @ a)[at][:, at] + added[at, k].diag()
         assert torch.allclose(found[at, k], torch.linalg.solve(whole, x[at, k]), rtol=1e-8)
         assert not found[~free[:, k], k].any()
+
+
+@pytest.mark.parametrize("equations", [24, 40])
+def test_equations_that_tell_nothing_are_passed_over(equations: int) -> None:
+    """None of a layer's numbers may have been sent, so that the one above says nothing of what it takes."""
+    gradients, mixing, true = problem(equations, 52)
+    mixing.matrix = torch.zeros_like(mixing.matrix)
+    mixing.wanted = mixing.push(as_images(true))
+    found = JointSolver(mixing).solve(gradients, tolerance=1e-12)
+    assert (found is None) == (equations == 24)
+    assert found is None or torch.allclose(found, true, atol=1e-6)
