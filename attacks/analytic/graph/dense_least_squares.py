@@ -39,6 +39,8 @@ SETTLED = 0.1 / 255
 """Largest change of a pixel after which no further step is taken."""
 MAX_STEP = 16 / 255
 """Largest change of a pixel in a first step from a picture that was near."""
+SMALL_STEP = 1 / 255
+"""Largest change of a pixel up to which the next step goes by the same Jacobian: to make it takes most of the time."""
 CLOSED_BY = 1e-5
 """Share of a target's root mean square below zero at which an activation is closed for certain in float32."""
 MOST_CLOSED = 1024
@@ -102,19 +104,24 @@ def solve_densely(problem: FeatureProblem, images: Tensor) -> DenseSolution | No
     entries = images.numel() * sum(int(_compared(target).sum()) for target in problem.targets if target.counts)
     if images.numel() > MAX_NUMBERS or entries > MAX_ENTRIES:
         return None
+    freedom = sum(target.equations for target in problem.targets if target.counts) - images.numel()
+    jacobian = factor = None
     for _ in range(MAX_STEPS):
         check_time_limit()
         beside = _close_activations(problem, images)
-        jacobian = _jacobian(problem, images if beside is None else beside)
+        is_new = jacobian is None or factor is None
+        if jacobian is None or factor is None:
+            jacobian = _jacobian(problem, images if beside is None else beside)
+            factor, failed = torch.linalg.cholesky_ex(_gram(jacobian))
+            if bool(failed) or freedom <= 0:
+                break
         residuals = _residuals(problem, images)
-        factor, failed = torch.linalg.cholesky_ex(_gram(jacobian))
-        freedom = sum(target.equations for target in problem.targets if target.counts) - images.numel()
-        if bool(failed) or freedom <= 0:
-            break
         step = -torch.cholesky_solve(_product(jacobian, residuals)[:, None], factor).reshape(images.shape)
         if not bool((step.abs() < MAX_STEP).all()):
             break
         images = images + step
+        if not (is_new and bool((step.abs() <= SMALL_STEP).all())):
+            jacobian = None
         if bool((step.abs() <= SETTLED).all()):
             if beside is None:
                 break

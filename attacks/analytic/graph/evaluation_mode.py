@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.linearization import Forward, RecordedFunction, of_any_count
-from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.network_graph import NetworkGraph, in_type
 from attacks.analytic.graph.picture_search import (
     MIN_FEATURE_NOISE,
     SolvedPictures,
@@ -33,7 +34,7 @@ from attacks.analytic.graph.smooth_search import (
 )
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.analytic.graph.undetermined_numbers import count_undetermined
-from attacks.network.operation_trace import IMAGE, Ref
+from attacks.network.operation_trace import IMAGE, Graph, Ref
 from attacks.result import NotApplicable
 from attacks.search_control import StoppedError
 
@@ -196,14 +197,15 @@ def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> tupl
     paths = paths_around_activations(network, targets)
     nodes = network.operations_to([path.start for path in paths])
 
+    def features_of(graph: Graph, images: Tensor) -> list[Tensor]:
+        values = graph.replay_values(nodes, {Ref(IMAGE): images})
+        return [path.follow(graph, values) for path in paths]
+
     def in_precision(dtype: torch.dtype) -> Forward:
-        graph = network.graph_in_precision(dtype)
-
-        def features(images: Tensor) -> list[Tensor]:
-            values = graph.replay_values(nodes, {Ref(IMAGE): images})
-            return [path.follow(graph, values) for path in paths]
-
-        return of_any_count(features, graph.image)
+        batch = in_type(network.graph, dtype)
+        several = len(batch.image) > 1
+        single = partial(features_of, in_type(network.single, dtype)) if several else None
+        return of_any_count(partial(features_of, batch), batch.image, single)
 
     return in_precision(torch.float64), RecordedFunction(in_precision(torch.float32))
 

@@ -108,15 +108,16 @@ class RecordedDerivative:
         return abs(inner - float((pulled * direction).sum())) <= MAX_MISMATCH * size
 
 
-def of_any_count(forward: Forward, images: Tensor) -> Forward:
+def of_any_count(forward: Forward, images: Tensor, single: Forward | None = None) -> Forward:
     """Return a function of images that takes any number of them, where it may have been recorded for one number.
 
     Some operations have the number of images written into them, as group normalization and views do. Then fewer images
-    are filled up with copies of the first, and more go through in parts.
+    are filled up with copies of the first, and more go through in parts. A few are taken one by one, if that is told.
 
     Args:
         forward: from images (b, C, H, W) that do not interact to tensors (b, ...).
         images: (B, C, H, W), as many as it takes for certain.
+        single: the same function as recorded for one image.
     """
     count = len(images)
     try:
@@ -127,6 +128,8 @@ def of_any_count(forward: Forward, images: Tensor) -> Forward:
         pass
 
     def in_parts(given: Tensor) -> list[Tensor]:
+        if single is not None and 2 * len(given) <= count:
+            return [torch.cat(values) for values in zip(*map(single, given.split(1)), strict=True)]
         parts = given.split(count)
         missing = count - len(parts[-1])
         full = [*parts[:-1], torch.cat([parts[-1], given[:1].expand(missing, *given.shape[1:])])] if missing else parts

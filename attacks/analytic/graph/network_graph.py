@@ -367,14 +367,17 @@ class NetworkGraph:
 
     def graph_in_precision(self, dtype: torch.dtype) -> Graph:
         """Return the trace with its tensors in another precision."""
-        nodes = [
-            replace(
-                node, outputs=[_cast(t, dtype) for t in node.outputs], leaves=[_cast(x, dtype) for x in node.leaves]
-            )
-            for node in self.graph.nodes
-        ]
-        tensors = {name: _cast(value, dtype) for name, value in self.graph.tensors.items()}
-        return replace(self.graph, image=_cast(self.graph.image, dtype), tensors=tensors, nodes=nodes)
+        return in_type(self.graph, dtype)
+
+
+def in_type(graph: Graph, dtype: torch.dtype) -> Graph:
+    """Return a trace with its tensors in another precision."""
+    nodes = [
+        replace(node, outputs=[_cast(t, dtype) for t in node.outputs], leaves=[_cast(x, dtype) for x in node.leaves])
+        for node in graph.nodes
+    ]
+    tensors = {name: _cast(value, dtype) for name, value in graph.tensors.items()}
+    return replace(graph, image=_cast(graph.image, dtype), tensors=tensors, nodes=nodes)
 
 
 def _identity(ref: Ref, value: Tensor) -> SingleEntries:

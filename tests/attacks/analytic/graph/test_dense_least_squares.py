@@ -74,6 +74,19 @@ def test_products_in_single_precision_lead_to_the_same_image() -> None:
     assert float((found.images.flatten(1) - wanted).abs().max()) < 0.02 / 255
 
 
+@pytest.mark.parametrize(("beside", "made"), [(0.01, 2), (0.5 / 255, 1)])
+def test_a_jacobian_serves_for_the_next_step_after_a_small_one(
+    monkeypatch: pytest.MonkeyPatch, beside: float, made: int
+) -> None:
+    image, target, matrix = linear(1e-2)
+    jacobian, asked = dense_least_squares._jacobian, []
+    monkeypatch.setattr(dense_least_squares, "_jacobian", lambda *given: asked.append(1) or jacobian(*given))
+    found = solve_densely(FeatureProblem.of(by(matrix), None, [target]), image + beside)
+    assert found is not None
+    assert bool(found.errors.isfinite().all())
+    assert len(asked) == made
+
+
 def test_a_jacobian_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     image, target, matrix = linear(1e-2)
     monkeypatch.setattr(dense_least_squares, "MAX_ENTRIES", 48 * EQUATIONS - 1)

@@ -1,5 +1,8 @@
 """Products with a Jacobian recorded once."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -136,18 +139,25 @@ def test_records_last_from_one_search_to_the_next(monkeypatch: pytest.MonkeyPatc
     assert not made
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_a_function_recorded_for_some_images_takes_any_number_of_them(count: int) -> None:
+def test_a_function_recorded_for_some_images_takes_any_number_of_them(count: int, alone: bool) -> None:
     """Group normalization has the number of images written into it, as `view` has."""
     norm = nn.GroupNorm(2, 4).double()
     images = torch.rand(7, 4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def of_three(given: Tensor) -> list[Tensor]:
-        normalized = torch.ops.aten.native_group_norm(given, norm.weight, norm.bias, 3, 4, 9, 2, norm.eps)[0]
-        return [normalized, normalized.view(3, 36)]
+    asked: list[int] = []
 
-    forward = of_any_count(of_three, images[:3])
+    def of_so_many(given: Tensor, number: int) -> list[Tensor]:
+        asked.append(number)
+        normalized = torch.ops.aten.native_group_norm(given, norm.weight, norm.bias, number, 4, 9, 2, norm.eps)[0]
+        return [normalized, normalized.view(number, 36)]
+
+    single = partial(of_so_many, number=1) if alone else None
+    forward = of_any_count(partial(of_so_many, number=3), images[:3], single)
+    asked.clear()
     found = forward(images[:count].requires_grad_())
+    assert asked == ([1] if alone and count == 1 else [3] * math.ceil(count / 3))
     torch.testing.assert_close(found[0], norm(images[:count]))
     torch.testing.assert_close(found[1], norm(images[:count]).flatten(1))
     for place, gradient in enumerate(torch.autograd.functional.jacobian(lambda z: forward(z)[0], images[:count])):
