@@ -87,6 +87,20 @@ def test_a_jacobian_serves_for_the_next_step_after_a_small_one(
     assert len(asked) == made
 
 
+def test_no_jacobian_serves_again_where_activations_that_are_closed_in_truth_were_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image, target, matrix = linear(1e-2)
+    jacobian, places = dense_least_squares._jacobian, []
+    closed = iter([None])
+    monkeypatch.setattr(dense_least_squares, "_close_activations", lambda _, images: next(closed, images))
+    monkeypatch.setattr(dense_least_squares, "_jacobian", lambda *given: places.append(1) or jacobian(*given))
+    found = solve_densely(FeatureProblem.of(by(matrix), None, [target]), image + 0.5 / 255)
+    assert found is not None
+    assert bool(found.errors.isfinite().all())
+    assert len(places) == 2
+
+
 def test_a_jacobian_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     image, target, matrix = linear(1e-2)
     monkeypatch.setattr(dense_least_squares, "MAX_ENTRIES", 48 * EQUATIONS - 1)
