@@ -62,9 +62,10 @@ SHARED_WEIGHTS = (
     "alone, or their classes may be too many to try: no image could be checked by itself"
 )
 NONE_ALONE = (
-    "no neuron is active for one image alone, whatever its label under the loss as stated ({}); state the one that was "
-    "trained with, its smoothing and weights of classes. A step of another size than stated looks so, too: a sum over "
-    "examples or clients, say, in place of their mean, or a mean of another number of examples"
+    "no neuron is active for one image alone, whatever its label under the loss and at the step size as stated ({}); "
+    "state the loss that was trained with, its smoothing and weights of classes. A step of another size looks so, too: "
+    "of an lr that is off by a hundredth, of a sum over examples or clients in place of their mean, or of a mean of "
+    "another number of examples"
 )
 UNTOLD = (
     "what a neuron holds may be one image, but to the rounding of the update it may as well be a mixture of several: "

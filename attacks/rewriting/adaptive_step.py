@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
 from attacks.labels.recovery import single_label
-from attacks.update.adaptive_first_step import MIN_SIGMAS, AdaptiveFirstStep
+from attacks.update.adaptive_first_step import MAX_SIGMAS, MIN_SIGMAS, AdaptiveFirstStep
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Positive
@@ -21,13 +21,21 @@ FIT_ROUNDS = 100
 """Rounds of the fit of an outer product, each a least-squares solution for one of its factors."""
 OFFSET_ERROR = 1e-7
 """Standard deviation of what all steps may be off by alike, relative to their size: how an optimizer computes."""
-MAX_MISFIT = 5.0
+RATE_ERROR, LEAST_RATE_ERROR, MIN_RATE_SIGMAS = 1e-5, 1e-6, 5.0
+"""How far a step size may be off its stated one, relative to it, as left out digits put it; from where on, and by how
+many standard errors, the fit says that it is."""
+MAX_MISFIT = 2.0
 """Standard errors, root mean square, up to which sizes count as those of one image's gradient."""
 MIN_SHARE_OF_SIZES = 0.01
 """Share of numbers whose size shows below which there are next to signs alone."""
 
-MIN_SPREAD = 1e-3
-"""How far the sizes of an input differ, relative to their mean, where they are no mere signs."""
+OTHER_DIGITS = (
+    "the sizes of the first linear layer are nearer to one image's gradient where lr is off in a later digit, by a "
+    "share of about {:.1g}: give it in full, or the number of images, if there were several"
+)
+"""Why nothing is read where another step size explains it better."""
+MIN_SPREAD, MIN_SPREAD_SIGMAS = 1e-3, 1.5
+"""How far the sizes of an input differ, relative to their mean and in standard errors, where they are no mere signs."""
 SIGNS_OR_PLAIN = (
     "all that {!r} seems to take is of one size: signs with a size of each tensor's or row's own look so, too (state "
     "the defense signsgd), or the example is of one color"
@@ -100,14 +108,18 @@ class AdaptiveStep(ViewRewriter):
         layer = first_linear(_plain_view(view, read))
         if isinstance(layer, NotApplicable):
             return layer
-        fit = _fit_outer_product(*_layer_reciprocals(read, layer))
+        parts = _layer_reciprocals(read, layer)
+        fit = _fit_outer_product(*parts)
         if isinstance(fit, NotApplicable):
             return fit
-        inputs, errors, misfit = fit
-        sizes, moved = inputs.abs(), inputs != 0  # a zero has no size: black pixels are zeros of signs, too
+        sizes, moved = fit[0].abs(), fit[0] != 0  # a zero has no size: black pixels are zeros of signs, too
         spread = float(sizes[moved].std(correction=0))
-        if not spread > max(MIN_SPREAD * float(sizes[moved].mean()), float(errors[moved].median())):
+        if not spread > MIN_SPREAD * float(sizes[moved].mean()) or not _differ(sizes[moved], fit[1][moved]):
             return NotApplicable(SIGNS_OR_PLAIN.format(layer.name))
+        inputs, errors, misfit = fit
+        rate = min(RATE_ERROR, MAX_SIGMAS * read.usual_error)  # what is off by more contradicts the step size
+        if (doubt := _rate_doubt(misfit, parts, rate, rate / read.eps)) is not None:
+            return doubt
         labels, note = single_label(view)
         read_words = (
             f"sizes show in {read.share_of_sizes:.0%} of the numbers; an input's standard error is "
@@ -123,6 +135,13 @@ class AdaptiveStep(ViewRewriter):
             note="; ".join(filter(None, (read_words, note))),
             relative_error=float(errors.norm() / inputs.norm()),
         )
+
+
+def _differ(sizes: Tensor, errors: Tensor) -> bool:
+    """Return whether sizes differ from each other by more than their errors."""
+    weights = errors.square().reciprocal()
+    mean = (weights * sizes).sum() / weights.sum()
+    return float((weights * (sizes - mean).square()).mean()) > MIN_SPREAD_SIGMAS**2
 
 
 def _too_few_sizes(read: AdaptiveFirstStep) -> NotApplicable | None:
@@ -156,7 +175,7 @@ def _layer_reciprocals(read: AdaptiveFirstStep, layer: LinearLayer) -> tuple[Ten
 
 
 def _fit_outer_product(
-    values: Tensor, errors: Tensor, signs: Tensor, offset_error: float
+    values: Tensor, errors: Tensor, signs: Tensor, offset_error: float, *, limit: float | None = MAX_MISFIT
 ) -> tuple[Tensor, Tensor, float] | NotApplicable:
     """Fit values_ij = a_j b_i + c signs_ij, b of the last column being 1.
 
@@ -165,6 +184,7 @@ def _fit_outer_product(
         errors: their standard errors, likewise.
         signs: of the steps.
         offset_error: standard deviation of c.
+        limit: misfit above which there is no fit; None takes any, with inputs of 0 where the bias tells no brightness.
 
     Returns:
         1 / b (n,), its standard errors with that of the scale, and the root mean square of the misfit in standard
@@ -181,18 +201,49 @@ def _fit_outer_product(
     starts = (values[:, -1], middle, signs[:, -1])
     fits = [_alternate(values, weights, signs, start, offset_error) for start in starts]
     left, right, misfit = min(fits, key=lambda fit: fit[2])
-    if not misfit <= MAX_MISFIT:
+    if limit is not None and not misfit <= limit:
         return NotApplicable(
             f"the sizes of the first linear layer are not those of one image's gradient: they are {misfit:.2g} "
-            "standard errors off an outer product; check the optimizer, eps and the number of images"
+            "standard errors off an outer product; check the optimizer, lr (to its last digit), eps and the number of "
+            "images"
         )
     scale = float(right[-1])
+    if not scale > 0 and limit is None:
+        return values.new_zeros(values.shape[1] - 1), values.new_zeros(values.shape[1] - 1), misfit
     if not scale > 0:
         return NotApplicable("the bias of the first linear layer does not tell how bright its input is")
     spread = (weights * left[:, None] ** 2).sum(0).rsqrt() / scale  # of b
     inverse = scale / right[:-1]
     inverse = torch.where(there[:, :-1].any(0), inverse, 0.0)
     return inverse, (inverse.square() * spread[:-1]).hypot(inverse * spread[-1]).nan_to_num(), misfit
+
+
+def _rate_doubt(
+    misfit: float, parts: tuple[Tensor, Tensor, Tensor, float], rate: float, shift: float
+) -> NotApplicable | None:
+    """Return that the fit asks for another step size than stated, in a later digit; None where it does not.
+
+    A step size that is off by a share e puts all reciprocals off by e / E, in the direction of their signs. The misfits
+    of two more fits with them shifted so tell where it is least: they are squares of what is linear in the shift.
+
+    Args:
+        misfit: of the reciprocals as they are.
+        parts: values, errors, signs and the offset's error, as `_fit_outer_product` takes them.
+        rate: the share that the step size may be off.
+        shift: of the reciprocals by that, `rate` / E.
+    """
+    values, errors, signs, offset_error = parts
+    count, worse = int(((signs != 0) & values.isfinite() & errors.isfinite()).sum()), list[float]()
+    for side in (-1.0, 1.0):
+        other = _fit_outer_product(values + side * shift * signs, errors, signs, offset_error, limit=None)
+        worse.append(0.0 if isinstance(other, NotApplicable) else (other[2] ** 2 - misfit**2) * count)
+    curve, slope = sum(worse), (worse[1] - worse[0]) / 2
+    if curve > 0:
+        best, drop = abs(slope) / curve * rate, slope**2 / (2 * curve)
+    else:  # far from the least misfit, where it is none of a parabola
+        best, drop = rate, -min(worse)
+    found = best > LEAST_RATE_ERROR and drop > MIN_RATE_SIGMAS**2
+    return NotApplicable(OTHER_DIGITS.format(best)) if found else None
 
 
 def _alternate(

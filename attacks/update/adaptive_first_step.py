@@ -207,8 +207,12 @@ class AdaptiveFirstStep:
     @cached_property
     def resolved_size(self) -> float:
         """The size of a gradient that is known to within itself, E / sigma, for the median number."""
-        errors = torch.cat([value.flatten() for value in self.errors.values()])
-        return self.eps / float(errors.median())
+        return self.eps / self.usual_error
+
+    @cached_property
+    def usual_error(self) -> float:
+        """The standard error of r of the median number."""
+        return float(torch.cat([value.flatten() for value in self.errors.values()]).median())
 
     def gradients(self, limit: float) -> dict[str, Tensor]:
         """Return d as far as it can be told, no larger than `limit`."""

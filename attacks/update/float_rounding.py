@@ -113,6 +113,23 @@ def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
     return _coarsest_type(sent, view.dtype), _coarsest_type(after, view.dtype)
 
 
+def spacing_of_weights(view: ServerView, name: str) -> float:
+    """Return how far numbers after 1 are apart in what a parameter was sent in, which may be coarser than the rest.
+
+    Args:
+        view: what the server saw.
+        name: of a tensor of its update.
+    """
+    found, start, moved = torch.finfo(view.dtype).eps, view.shared.get(name), view.update[name]
+    if not view.rounded or view.dtype.itemsize < 4 or start is None:
+        return found
+    if isinstance(start, LowRank) or isinstance(moved, LowRank) or not bool(moved.any()):
+        return found
+    after, sizes = start - moved, start.abs() + moved.abs()
+    kinds = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
+    return next((torch.finfo(kind).eps for kind in kinds if _lie_on(kind, after, sizes)), found)
+
+
 def _step_size(view: ServerView) -> float:
     """Return what a gradient that was sent was multiplied with to make an update of it; 1 if that is not one number."""
     phases = view.method.phases(view.client.task, view.round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from attacks.network.linear_layers import VectorLayers, vector_layers
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
-from attacks.update.float_rounding import is_sent_in_float8, sent_types
+from attacks.update.float_rounding import is_sent_in_float8, spacing_of_weights
 from attacks.update.quantization_grids import grid_steps
 from attacks.update.sparsification import least_products
 from attacks.update.training_phases import training_phases
@@ -138,7 +138,37 @@ def _missing_share(
             counts, and not that of the patterns alone; None takes all for such.
     """
     missing, whole = 0, 0
-    apart = max(torch.finfo(kind).eps for kind in (view.dtype, sent_types(view)[1]))
+    for name, rest in _with_scattered_zeros(view, update, always):
+        patterns, most = len(torch.unique(rest == 0, dim=0)), taken + SPARE_PRODUCTS
+        too_many = len(rest) >= MIN_SPARSE_ROWS and patterns > 2**taken
+        if too_many or ((single is None or name in single) and least_products(rest != 0, most) > most):
+            missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
+    return missing / whole if whole and missing >= MIN_MISSING_SHARE * whole else 0.0
+
+
+def zeros_of_unknown_cause(view: ServerView) -> tuple[str, float]:
+    """Return the name of a matrix that has zeros here and there, and their share; "" and 0 where none has.
+
+    As many examples as rows, those of all steps counted, may leave any pattern of zeros in them: a row holds none of a
+    pixel where its unit is at rest for all examples that have it. Then nobody can tell whether numbers were left out.
+
+    Args:
+        view: what the server saw.
+    """
+    if type(view.client.defense) not in {Defense, UnknownDefense} or is_sent_in_float8(view):
+        return "", 0.0
+    found = {name: float((rest == 0).double().mean()) for name, rest in _with_scattered_zeros(view, view.update, {})}
+    name = max(found, key=lambda one: found[one], default="")
+    return (name, found[name]) if name and found[name] >= MIN_MISSING_SHARE else ("", 0.0)
+
+
+def _with_scattered_zeros(
+    view: ServerView, update: Tensors, always: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield matrices whose zeros are in other places of most rows, without rows and columns that did not move.
+
+    Those are left out where rounding may have made the zeros.
+    """
     for name, value in update.items():
         sent = dense(value)
         if sent.ndim != 2 or not bool(sent.any()):
@@ -148,17 +178,11 @@ def _missing_share(
         least = float(rest[rest != 0].abs().min())
         rest = rest.masked_fill(always[name][rows][:, columns], least) if name in always else rest
         before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0
-        fine = not view.rounded or least > MIN_STEPS_OF_GRID * apart * before
+        fine = not view.rounded or least > MIN_STEPS_OF_GRID * spacing_of_weights(view, name) * before
         grid = grid_steps(sent)  # of numbers in few bits, those near zero were rounded to it
         fine = fine and (grid is None or least > MIN_STEPS_OF_BITS * float(grid[grid > 0].min()))
-        patterns = len(torch.unique(rest == 0, dim=0))
-        if not fine or patterns <= len(rest) // 2:
-            continue
-        most = taken + SPARE_PRODUCTS
-        too_many = len(rest) >= MIN_SPARSE_ROWS and patterns > 2**taken
-        if too_many or ((single is None or name in single) and least_products(rest != 0, most) > most):
-            missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
-    return missing / whole if whole and missing >= MIN_MISSING_SHARE * whole else 0.0
+        if fine and len(torch.unique(rest == 0, dim=0)) > len(rest) // 2:
+            yield name, rest
 
 
 def _steps_on_random_pictures(view: ServerView) -> list[Tensors]:

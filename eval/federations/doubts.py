@@ -15,10 +15,10 @@ from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.float_rounding import is_sent_in_float8
 from attacks.update.update_matrices import update_matrices
-from attacks.update.update_rule import guess_update_rule
+from attacks.update.update_rule import guess_update_rule, hides_behind_signs
 from attacks.verification.nearly_told import MAX_NEARLY, MOST_ALIKE_ROWS
 from eval.audit.recorded_update import TrainingFacts
-from eval.audit.update_sanity import missing_share
+from eval.audit.update_sanity import missing_share, zeros_of_unknown_cause
 from eval.federations.exposures import layers_of_one_direction
 from eval.federations.other_facts import FIRST_ATTACK, SEVERAL_STEPS
 from eval.federations.stated_facts import unknown_facts
@@ -27,7 +27,8 @@ from fl.view import ServerView
 
 NOT_AS_STATED = (
     "nobody can say what it shows: what a layer was given stands in its update exactly, and training as stated makes "
-    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss{})"
+    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss{}), or send all "
+    "tensors in the same numbers, where some were rounded to fewer digits"
 )
 """Why that nothing is proved of an update means nothing."""
 NORMALIZED_IN = ", and train_mode: batch normalization counts as in {} mode"
@@ -88,6 +89,11 @@ BIASES_ALONE = (
     "be solved for by a search: audit the recorded file by hyperleak audit update"
 )
 """Likewise where no weight moved, from which attacks of a screening begin."""
+UNCLEAR_ZEROS = (
+    "{:.0%} of the numbers of {!r} are zero here and there. As many examples, those of all steps counted, may leave "
+    "such zeros; numbers that were left out look so, too, and the attacks of a screening read nothing of the others"
+)
+"""What is said of zeros whose cause can't be told."""
 FEW_BIASES = "{}: {} numbers, and an example has {}"
 """What is said where biases alone tell something that are too few to tell an example."""
 CAME_BACK_ALONE, MOVED_ALONE = "biases alone came back", "biases alone moved, since the weights came back as they were"
@@ -134,10 +140,18 @@ def unread_form(view: ServerView) -> str:
         return f"its numbers were sent in {view.sent_as}, which leaves a digit of each at most"
     if rule := guess_update_rule(view):
         return f"it looks like {rule}"
+    if view.threat.knows_optimizer and hides_behind_signs(view):  # which lie on a grid, too
+        return "it is signs alone, or as good as (an optimizer's first step, say)"
     if is_on_grid(view):  # rounding to zero leaves numbers out, too
         return "its numbers were sent in few bits"
     share = missing_share(view)
     return f"{share:.0%} of its numbers were left out here and there" if share else ""
+
+
+def unclear_zeros(view: ServerView) -> str:
+    """Return that an update has zeros of which nobody can tell whether they were left out; "" for none."""
+    name, share = zeros_of_unknown_cause(view)
+    return UNCLEAR_ZEROS.format(share, name) if name else ""
 
 
 def unread_parts(view: ServerView) -> str:
@@ -150,7 +164,7 @@ def _doubt_of_form(view: ServerView, reading: Reading) -> str:
     """Return that an update of one example is of a form that the attacks of a screening do not read."""
     if isinstance(reading, NotApplicable):
         return COMPRESSED.format(reading.reason)
-    form = unread_form(view) if view.batch_size == 1 else ""
+    form = (unread_form(view) or unclear_zeros(view)) if view.batch_size == 1 else ""
     return COMPRESSED.format(form) if form else ""
 
 

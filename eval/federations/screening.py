@@ -26,7 +26,7 @@ from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import UNSENT_KNOWN, with_alike_names, with_model_names, without_wrappers
 from eval.audit.user_model import Subject
-from eval.federations.doubts import find_doubt, unread_form, unread_parts
+from eval.federations.doubts import find_doubt, unclear_zeros, unread_form, unread_parts
 from eval.federations.exposures import (
     AS_COMPRESSED,
     LEVELS,
@@ -307,7 +307,8 @@ class Screener:
     def _doubt(self, case: Case, facts: TrainingFacts, found: Findings, reading: Reading) -> tuple[str, str]:
         """Return what keeps everybody from saying that no more is there than is shown, and may be; else what hides it.
 
-        That is the form of an update which the attacks of a screening do not read; "" for nothing, each.
+        That is a form of an update which the attacks of a screening do not read, in words that are added to a reason;
+        "" for nothing, each.
         """
         view, stated, matter = case.subject.view, found.as_stated, self.allowed == LEVELS[0]
         whole, asked, doubt = case.whole, self.allowed != LEVELS[-1], ""
@@ -317,7 +318,10 @@ class Screener:
                     doubt = find_doubt(
                         facts, view, stated, reading, guessed=found.guessed, whole=whole, inputs_matter=matter
                     )
-                return doubt, "" if doubt else unread_form(view) or unread_parts(view)
+                if doubt:
+                    return doubt, ""
+                hidden = unread_form(view) or unread_parts(view)
+                return "", UNREAD.format(hidden) if hidden else "; ".join(("", *filter(None, [unclear_zeros(view)])))
         except StoppedError:
             return (UNASKED_IN_TIME if asked else ""), ""
 
@@ -508,7 +512,7 @@ class Screener:
             shown: what they proved.
             undone: why none of them says anything; "" where one does.
             doubt: what keeps everybody from saying that no more is there; "" for nothing.
-            unread: of which form the update is where none of them reads such; "" where they do.
+            unread: what to add of a form of the update that none of them reads; "" where they do.
         """
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
         if self._is_too_much(shown):
@@ -519,7 +523,7 @@ class Screener:
         else:
             verdict = "not shown to leak"
             reason = f"no more is shown than {shown[-1].kind}" if shown else "nothing is shown"
-            reason += UNREAD.format(unread) if unread else ""
+            reason += unread
         return Screening(verdict=verdict, reason=reason, exposures=tuple(shown))
 
 

@@ -1,6 +1,7 @@
 """Pictures off the first step of Adam: the exact reading of a linear layer, and the view that a search is given."""
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -132,3 +133,31 @@ def test_two_images_that_are_stated_as_one_are_no_outer_product():
     result = build("adaptive-step")(replace(two, batch_size=1, schedule=(((1,),),)))
     assert isinstance(result, NotApplicable)
     assert "standard errors off an outer product" in " ".join(result.reason.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "pictures", "off", "said"),
+    [
+        ("rmsprop", torch.optim.RMSprop, (0.0, 1.0), 1.01, "lr \\(to its last digit\\)|largest step of a number"),
+        ("rmsprop", torch.optim.RMSprop, (0.4, 0.1), 1 + 1e-5, "later digit|lr \\(to its last digit\\)|of one size"),
+        ("adagrad", torch.optim.Adagrad, (0.0, 1.0), 1 + 3e-6, "of one size|later digit"),
+        ("adagrad", torch.optim.Adagrad, (0.4, 0.1), 1 + 1e-5, "of one size|later digit"),
+    ],
+)
+def test_no_picture_is_read_at_a_step_size_that_is_off(name, optimizer, pictures, off, said):
+    """A later digit of lr puts all sizes off alike, which looks like a plain picture; of Adagrad 3e-6 does."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.ReLU(), nn.Linear(24, 10))
+    draw = stream(0, "off")
+    for value in model.parameters():
+        value.data.uniform_(-1, 1, generator=draw).mul_(0.07 if value.shape[-1] == 196 else 0.2)
+    after = copy.deepcopy(model)
+    given = pictures[0] + pictures[1] * torch.rand(1, 1, 14, 14, generator=draw)
+    nn.functional.cross_entropy(after(given), torch.tensor([3])).backward()
+    optimizer(after.parameters(), lr=1e-3).step()
+    moved = dict(after.named_parameters())
+    update = {n: (value - moved[n]).detach() for n, value in model.named_parameters()}
+    stated = FedAvg(optimizer=name, lr=1e-3 * off, steps=1, batch_size=None)
+    view = from_update(model, update, input_shape=(1, 14, 14), num_classes=10, method=stated)
+    found = build("adaptive-step")(view)
+    assert isinstance(found, NotApplicable), found.note
+    assert re.search(said, found.reason), found.reason

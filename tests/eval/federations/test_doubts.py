@@ -214,3 +214,50 @@ def test_what_rounding_to_few_digits_took_is_not_said_to_be_left_out(kind: torch
     if kind.itemsize == 1:
         assert found.verdict == "not decided"
         assert f"its numbers were sent in {str(kind).removeprefix('torch.')}" in found.reason
+
+
+@pytest.mark.parametrize(("count", "steps"), [(24, 1), (1, 30), (4, 8)])
+@pytest.mark.parametrize("how", ["largest", "random"])
+def test_zeros_that_many_examples_may_leave_are_named(count: int, steps: int, how: str) -> None:
+    """As many examples as rows may leave any zeros: nobody can tell, and a screening says that."""
+    model = support.dense_network()
+    plain = support.recorded(model, count, replace(support.PLAIN, steps=steps))
+    sent = compressed(plain, Prune(ratio=0.9, keep=how))
+    found = screener(model, seconds=2)(sent)
+    assert found.verdict == ("not decided" if count == 1 else "not shown to leak")
+    told = "all but" in found.reason and "one input" in found.reason
+    assert told or "zero here and there. As many examples, those of all steps counted, may leave" in found.reason
+    assert "here and there" not in screener(model, seconds=2)(plain).reason
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("as_file", [True, False])
+def test_what_rounding_of_one_tensor_took_is_not_said_to_be_left_out(kind: torch.dtype, as_file: bool) -> None:
+    model = support.network()
+    update = support.recorded(model, 4)
+    name = "4.weight"
+    before, after = ({**one, name: one[name].to(kind)} for one in (update.before, update.after))
+    if not as_file:
+        before, after = ({**one, name: one[name].float()} for one in (before, after))
+    found = screener(model, seconds=2)(replace(update, before=before, after=after))
+    said = " ".join((found.reason, *found.notes))
+    assert not any(words in said for words in ("left out", "missing in other places", "zero here and there"))
+
+
+@pytest.mark.parametrize("optimizer", ["adam"])
+def test_signs_of_a_stated_optimizer_are_not_called_few_bits(optimizer: str) -> None:
+    model = support.dense_network()
+    facts = replace(support.PLAIN, optimizer=optimizer, lr=1e-3)
+    found = screener(model, seconds=2)(support.recorded(model, 4, facts))
+    assert "few bits" not in found.reason
+    assert "signs alone, or as good as" in found.reason
+
+
+def test_a_step_size_that_is_off_is_named_where_no_neuron_seems_to_see_one_image() -> None:
+    model = support.dense_network()
+    update = support.recorded(model, 4)
+    wrong = replace(update, training=replace(update.training, lr=0.101))
+    assert screener(model, seconds=2)(update).verdict == "leaked"
+    said = screener(model, seconds=2)(wrong).tried["analytic"]
+    assert "at the step size as stated" in said
+    assert "an lr that is off by a hundredth" in said
