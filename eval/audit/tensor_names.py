@@ -122,10 +122,11 @@ def _without_idle_parts(captured: CapturedUpdate, model: nn.Module) -> CapturedU
         )
     if still:
         notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
+    before = untie_parameters(model, captured.before)  # the one that was sent may have its further name
     update = {name: value for name, value in update.items() if name not in kept | still}
     rounding = {name: value for name, value in captured.rounding.items() if name in update}
     notes += share_note(update, rounding)
-    return replace(captured, update=update, buffers=buffers, rounding=rounding, notes=tuple(notes))
+    return replace(captured, update=update, before=before, buffers=buffers, rounding=rounding, notes=tuple(notes))
 
 
 def _own_names(

@@ -66,3 +66,32 @@ def test_ids_are_not_told_where_every_row_moved() -> None:
     found = screened(model, noised)
     assert found.verdict != "leaked"
     assert "every row of the embeddings moved" in found.tried["tokens"]
+
+
+class Tied(Words):
+    """The same with one tensor under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru = nn.Embedding(50, 16), nn.GRU(16, 16, batch_first=True)
+        self.fc = nn.Linear(16, 50)
+        self.fc.weight = self.words.weight
+
+
+@pytest.mark.parametrize("left_out", ["", "words.weight", "fc.weight"])
+def test_a_tied_embedding_may_be_sent_under_either_name(left_out: str) -> None:
+    """Safetensors keeps one name of a tensor that has two."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = Tied().eval()
+    ids, trained = torch.tensor([[3, 7, 1, 22, 9]]), copy.deepcopy(model)
+    nn.functional.cross_entropy(trained(ids), torch.tensor([5])).backward()
+    torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    before, after = (
+        {name: value.detach().clone() for name, value in one.state_dict().items() if name != left_out}
+        for one in (model, trained)
+    )
+    update = RecordedUpdate(before=before, after=after, training=support.PLAIN)
+    found = Screener(model=lambda: model, input_shape=ids, seconds=3)(update)
+    assert found.verdict == "leaked"
+    assert "which ids were fed is recovered" in found.reason
