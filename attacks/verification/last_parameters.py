@@ -13,8 +13,9 @@ from torch import Tensor
 from attacks.verification.scale_directions import Closeness
 from attacks.verification.update_comparison import UpdateComparison
 
-SAME_GRADIENT = 1e-6
-"""Share by which the gradient of the last parameters may miss what a whole step predicts of them."""
+SAME_GRADIENT = 1e-10
+"""Share by which the gradient of the last parameters may miss what a whole step predicts of them: both are computed in
+double precision, so that another method's direction, however near, is none."""
 
 
 def of_last_parameters(

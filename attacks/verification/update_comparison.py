@@ -301,7 +301,7 @@ class UpdateComparison:
 
     def label_gradients(self, images: Tensor) -> LabelGradients:
         """Return the gradients of these images' labels; those asked for last are kept."""
-        if not (self._last_gradients and torch.equal(self._last_gradients[0][0].double(), images.double())):
+        if not (self._last_gradients and _are_same(self._last_gradients[0][0], images)):
             gradients = LabelGradients.of(self.predictor.in_double, images, self.observed.keys())
             self._last_gradients[:] = [(images, gradients)]
         return self._last_gradients[0][1]
@@ -341,3 +341,8 @@ class UpdateComparison:
             if not float(left.norm()) <= allowed[name]:
                 return True
         return False
+
+
+def _are_same(images: Tensor, others: Tensor) -> bool:
+    """Return whether images are the same, whichever precision they are in."""
+    return images.device == others.device and torch.equal(images.double(), others.double())

@@ -60,6 +60,7 @@ def test_what_a_step_does_not_make_of_the_last_parameters_is_not_asked_of_these(
     check, asked, allowed = question(view, images, labels)
     for own in (
         {n: value + 0.01 * value.norm() for n, value in asked.own.items()},
+        {n: value + 1e-8 * value.norm() for n, value in asked.own.items()},
         {n: v * 0 for n, v in asked.own.items()},
     ):
         assert of_last_parameters(replace(asked, own=own), check, images, labels, allowed) is None
