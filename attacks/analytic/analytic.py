@@ -64,7 +64,7 @@ SHARED_WEIGHTS = (
 NONE_ALONE = (
     "no neuron is active for one image alone, whatever its label under the loss and at the step size as stated ({}); "
     "state the loss that was trained with, its smoothing and weights of classes. A step of another size looks so, too: "
-    "of an lr that is off by a hundredth, of a sum over examples or clients in place of their mean, or of a mean of "
+    "an lr that is off by a hundredth, a sum over examples or clients, say, in place of their mean, or a mean of "
     "another number of examples"
 )
 UNTOLD = (
