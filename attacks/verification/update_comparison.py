@@ -102,9 +102,13 @@ class UpdateComparison:
 
     def _tells_by_last_parameters(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether the gradient of the last parameters is what is sent of them, of images that explain them."""
-        if not self.view.method.takes_any_loss:
-            return False
-        return not self._is_told_by_last_parameters(images, labels, allowed)
+        return self.follows_task_loss and not self._is_told_by_last_parameters(images, labels, allowed)
+
+    @property
+    def follows_task_loss(self) -> bool:
+        """Whether a step goes along the gradient of the task's loss, which the last parameters can then be asked by."""
+        method = self.view.method
+        return method.takes_any_loss and method.follows_loss_gradient(1)
 
     def _is_told_by_last_parameters(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether the last parameters alone tell that the update is not of images: one pass forward does."""

@@ -17,6 +17,7 @@ from attacks.verification.scale_directions import Closeness
 from attacks.verification.step_prediction import StepPredictor
 from attacks.verification.update_comparison import UpdateComparison
 from fl.capture import from_batch
+from fl.methods.fedsam import FedSAM
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 from fl.view import ServerView
@@ -64,6 +65,15 @@ def test_what_a_step_does_not_make_of_the_last_parameters_is_not_asked_of_these(
         {n: v * 0 for n, v in asked.own.items()},
     ):
         assert of_last_parameters(replace(asked, own=own), check, images, labels, allowed) is None
+
+
+def test_a_method_with_a_direction_of_its_own_is_asked_by_whole_steps() -> None:
+    view, images, labels = observed()
+    check, asked, allowed = question(view, images, labels)
+    other = replace(check, view=replace(view, method=FedSAM(rho=1e-7)))
+    assert check.follows_task_loss
+    assert not other.follows_task_loss
+    assert of_last_parameters(asked, other, images, labels, allowed) is None
 
 
 def test_a_verdict_is_the_same_with_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
